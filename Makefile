@@ -1,0 +1,29 @@
+# make run    set up, train a small model on the bundled text, and generate from it
+# make test   set up, lint, type-check and run the tests
+SHELL := /bin/bash
+BIN := .venv/bin
+
+.PHONY: run test test-full lint setup bench-model clean
+
+run: setup
+	$(BIN)/pmi demo --out runs/demo
+
+test: setup lint
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: setup lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup:
+	@deploy/setup.sh
+
+bench-model: setup
+	$(BIN)/python -m benchmarks.model
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

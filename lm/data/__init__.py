@@ -1,0 +1,1 @@
+"""From text to training lanes: tokenizers, prepared data, lanes."""

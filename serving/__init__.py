@@ -1,0 +1,1 @@
+"""The service around the model: engine, sessions, API."""

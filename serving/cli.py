@@ -1,0 +1,10 @@
+"""The console script `pmi`: lm's commands, and later those of the service."""
+
+import sys
+
+from lm.cli import app, run
+
+
+def main() -> None:
+    """Entry point of `pmi`."""
+    sys.exit(run(app))
