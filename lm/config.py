@@ -1,0 +1,231 @@
+"""The configuration schema: every key, what it means, what it may be. One pydantic model per part.
+
+A preset is a YAML file in configs/model/. `load_model_config("small", ["memory.layers=[1]"])` reads one and changes a key.
+Mistakes are reported all at once, each with its place, its value and what is allowed (lm/errors.py).
+"""
+
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from lm.errors import UserError, from_validation
+
+
+class Schema(BaseModel):
+    """Base of all configuration parts: unknown keys are errors, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DeltaConfig(Schema):
+    """Long-term memory as associative matrices (consolidation: delta)."""
+
+    source: Literal["tokens", "slots", "both"] = "tokens"
+    """What is written: associations between a segment's tokens, between the working slots, or both, in this order."""
+    key_width: int = Field(32, ge=1)
+    """Rows of each fragment's matrix."""
+    value_width: int = Field(32, ge=1)
+    """Columns of each fragment's matrix."""
+    convolution: int = Field(3, ge=1)
+    """Width of the causal convolution over a segment's keys and values (1: none), so that neighbours can be bound."""
+    top_k: int | None = Field(None, ge=1)
+    """Competition among a segment's writes: only the strongest are kept in each fragment (null: all)."""
+
+
+class MemoryConfig(Schema):
+    """The two-level memory. Defaults are the paper's sizes; the ablations of the paper are values of these keys."""
+
+    scope: Literal["global", "layer"] = "layer"
+    """global: one memory for all memory layers (the paper's). layer: each memory layer keeps its own."""
+    parameters: Literal["tied", "separate"] = "separate"
+    """Whether the memory layers share one set of weights."""
+    layers: Literal["all"] | list[int] = "all"
+    """Which decoder layers carry memory, counted from 0."""
+    slots: int = Field(8, ge=1)
+    """N: slots of working memory (and of each long-term fragment)."""
+    fragments: int = Field(5, ge=1)
+    """C: fragments of long-term memory."""
+    top_k: int | None = Field(5, ge=1)
+    """Winners of the competition to be written and of the long-term read, per slot and head (null: soft competition)."""
+    mlp_layers: int = Field(4, ge=1)
+    """Layers of the network that turns what was attended into the candidate for working memory."""
+    heads: int = Field(8, ge=1)
+    """Heads of all memory attention."""
+    width: int | None = Field(None, ge=1)
+    """Width of a slot (null: the model's width). Must be a multiple of `heads`."""
+    alpha: float = Field(0.7, ge=0, le=1)
+    """Initial share of what is read from working memory against what long-term memory makes of it; learned."""
+    gate: Literal["unit", "memory", "none"] = "unit"
+    """Input and forget gates of working memory: per element, per slot, or none."""
+    consolidation: Literal["paper", "probe", "delta"] = "delta"
+    """How long-term memory is written: as published (for comparison), by a learned contraction, or by the delta rule."""
+    delta: DeltaConfig = DeltaConfig()
+    """Settings of consolidation: delta."""
+    read: Literal["both", "working", "long_term"] = "both"
+    """Which levels are read. long_term is the paper's w/o 3; working keeps no long-term memory."""
+    correction: bool = False
+    """Whether what was read from long-term memory attends to what was read from working memory (needs read: both).
+    false is the paper's w/o 2."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "MemoryConfig":
+        if self.correction and self.read != "both":
+            raise ValueError(f"correction: true needs read: both, not {self.read}; set correction: false or read: both")
+        return self
+
+    @property
+    def keeps_working(self) -> bool:
+        """Whether working memory is kept (anything reads it or consolidates it)."""
+        slots_consolidated = self.consolidation != "delta" or self.delta.source != "tokens"
+        return self.read != "long_term" or slots_consolidated
+
+    @property
+    def keeps_long_term(self) -> bool:
+        """Whether long-term memory is kept (something reads it)."""
+        return self.read != "working"
+
+
+class ModelConfig(Schema):
+    """A decoder with (or without) memory."""
+
+    vocab_size: int = Field(ge=2)
+    """Number of token ids, BOS included."""
+    layers: int = Field(ge=1)
+    """Decoder layers."""
+    width: int = Field(ge=2)
+    """Features per token."""
+    heads: int = Field(ge=1)
+    """Attention heads. Must divide `width`."""
+    feedforward: int = Field(ge=1)
+    """Inner width of the feed-forward network."""
+    segment: int = Field(ge=1)
+    """T: tokens per segment. Memory is written when a segment is complete and first read in the next one."""
+    window: int = Field(ge=0)
+    """W: keys and values of earlier segments that attention sees besides its own segment."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the embedding and on what each part adds to the residual stream."""
+    embedding_std: float = Field(0.2, gt=0)
+    """Standard deviation of the initial embedding. Small values (0.02) drown a token's identity after one layer."""
+    rotary_base: float = Field(10_000.0, gt=1)
+    """Base of the rotary angles."""
+    cutoffs: list[int] = []
+    """Where the vocabulary is cut into clusters (adaptive softmax and embedding); empty: one plain softmax."""
+    cluster_divide: int = Field(1, ge=1)
+    """Each further cluster's embedding is narrower by this factor."""
+    memory: MemoryConfig | None = MemoryConfig()
+    """The memory, or `off`: a Transformer-XL-like model with the same code."""
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        # YAML reads a bare `off` as false
+        return None if value in ("off", False) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ModelConfig":
+        problems = []
+        if self.width % self.heads:
+            problems.append(f"heads: {self.heads} does not divide width {self.width}; choose one of {_divisors(self.width)}")
+        elif self.width // self.heads < 2:
+            problems.append(f"heads: {self.heads} leaves {self.width // self.heads} feature per head; rotary needs 2 at least")
+        if self.cutoffs != sorted(set(self.cutoffs)) or any(not 0 < c < self.vocab_size for c in self.cutoffs):
+            problems.append(f"cutoffs: {self.cutoffs} must rise strictly between 0 and vocab_size {self.vocab_size}")
+        if self.memory is not None:
+            memory, width = self.memory, self.memory.width or self.width
+            if memory.keeps_working and width % memory.heads:
+                problems.append(
+                    f"memory.heads: {memory.heads} does not divide the memory's width {width}; "
+                    f"choose one of {_divisors(width)} or set memory.width"
+                )
+            if memory.layers != "all" and (not memory.layers or any(not 0 <= i < self.layers for i in memory.layers)):
+                problems.append(
+                    f"memory.layers: {memory.layers} must name layers 0..{self.layers - 1}; for no memory at all set memory: off"
+                )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def memory_layers(self) -> list[int]:
+        """Indices of the decoder layers that carry memory, in order."""
+        if self.memory is None:
+            return []
+        return list(range(self.layers)) if self.memory.layers == "all" else sorted(set(self.memory.layers))
+
+    @property
+    def memory_width(self) -> int:
+        """Width of a memory slot."""
+        return (self.memory and self.memory.width) or self.width
+
+
+AnySchema = TypeVar("AnySchema", bound=Schema)
+
+
+def configs_folder() -> Path:
+    """The shipped configuration files: inside the package, or beside it in a checkout."""
+    packaged = Path(str(resources.files("lm"))) / "configs"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def model_presets() -> list[str]:
+    """Names of the presets in configs/model/."""
+    return sorted(path.stem for path in (configs_folder() / "model").glob("*.yaml"))
+
+
+def load_model_config(name_or_path: str, overrides: Sequence[str] = ()) -> ModelConfig:
+    """A preset by name, or a YAML/JSON file by path, with `key.path=value` overrides."""
+    path = Path(name_or_path)
+    if not path.is_file():
+        path = configs_folder() / "model" / f"{name_or_path}.yaml"
+    if not path.is_file():
+        raise UserError(f"model config {name_or_path!r}: neither a file nor one of the presets {model_presets()}")
+    return validate(ModelConfig, override(read_mapping(path), overrides), str(name_or_path))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file."""
+    try:
+        text = path.read_text()
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds {type(value).__name__}, but a configuration is a mapping of keys to values")
+    return value
+
+
+def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`values` with each `key.path=value` applied; values are read as YAML."""
+    result: dict[str, Any] = json.loads(json.dumps(values))
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set {item!r}: must look like key.path=value, for example memory.top_k=null")
+        *parents, last = key.split(".")
+        place = result
+        for part in parents:
+            if not isinstance(place.get(part), dict):
+                place[part] = {}
+            place = place[part]
+        try:
+            place[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {item!r}: {value!r} is not a YAML value ({error})") from error
+    return result
+
+
+def validate(schema: type[AnySchema], values: dict[str, Any], source: str) -> AnySchema:
+    """`values` as `schema`; UserError with every problem otherwise."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise from_validation(error, source) from error
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]

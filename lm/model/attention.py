@@ -1,0 +1,149 @@
+"""Causal attention over the own segment and a window of earlier keys, and the span that says where a call's tokens lie.
+
+- a query sees every key of its own segment up to itself, and the last W keys of earlier segments
+- rotary angles are offsets from a segment's start, never absolute positions: position 10,000,000 behaves as position 0
+- cached keys are rotated about the start of the open segment; when segments close, what stays in the window is turned back
+
+Axes: b lane, s segment, t token of a segment, w window row, h head, e feature of a head, d feature.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MAX_TOKENS = 4096
+"""Most tokens per lane in one parallel pass over whole segments; a longer call runs as several passes."""
+
+
+class Rotary(nn.Module):
+    """Rotation of queries and keys by their offset; the last feature of an odd head stays as it is."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_width: int, segment: int, base: float) -> None:
+        super().__init__()
+        half = head_width // 2
+        frequencies = base ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(max(segment, MAX_TOKENS) + segment, dtype=torch.float64)[:, None] * frequencies
+        # features are paired (i, i + half); with an odd head width one feature is left over and turns by 0
+        spare = torch.zeros(angles.shape[0], head_width - 2 * half, dtype=torch.float64)
+        self.pairs = half
+        self.register_buffer("cos", torch.cat([angles.cos(), angles.cos(), spare + 1], -1).float(), persistent=False)
+        self.register_buffer("sin", torch.cat([-angles.sin(), angles.sin(), spare], -1).float(), persistent=False)
+
+    def angles(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for `offsets` (any shape, 0 or more): each [..., 1, e], to be broadcast over heads."""
+        return self.cos[offsets][..., None, :], self.sin[offsets][..., None, :]
+
+    def rotate(self, x: Tensor, angles: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
+        """`x [..., h, e]` turned by `angles`, or back by them."""
+        cos, sin = angles
+        swapped = torch.cat([x[..., self.pairs : 2 * self.pairs], x[..., : self.pairs], x[..., 2 * self.pairs :]], -1)
+        return (x * cos - swapped * sin if back else x * cos + swapped * sin).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the tokens of one pass lie, the same for every layer: `segments` x `tokens` per lane.
+
+    Aligned: whole segments, every lane at a boundary. Otherwise: part of each lane's one open segment, put at `rows`.
+    """
+
+    segments: int
+    tokens: int
+    angles: tuple[Tensor, Tensor]
+    mask: Tensor  # [b * s or 1, 1, t, w + t] added to attention scores
+    rows: tuple[Tensor, Tensor, Tensor] | None = None  # (lanes, columns of the call, offsets in the segment)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the span is whole segments."""
+        return self.rows is None
+
+    def put(self, buffer: Tensor, new: Tensor, first_row: int, donate: bool) -> Tensor:
+        """`buffer [b, rows, ...]` with the span's tokens `new [b, t, ...]` written behind `first_row`."""
+        assert self.rows is not None
+        lanes, columns, offsets = self.rows
+        buffer = buffer if donate else buffer.clone()
+        buffer[lanes, first_row + offsets] = new[lanes, columns].to(buffer.dtype)
+        return buffer
+
+
+def aligned_span(rotary: Rotary, causal: Tensor, valid: Tensor, segments: int, tokens: int) -> Span:
+    """The span of `segments` whole segments; `valid [b, s]` rows of each segment's window hold something."""
+    window = causal.shape[-1] - tokens
+    offsets = torch.arange(segments * tokens, device=causal.device).view(1, segments, tokens)
+    mask = causal[None, None]
+    if window and bool((valid < window).any()):
+        mask = mask.masked_fill(_blank(valid.reshape(-1, 1), window, tokens)[:, None, None], -torch.inf)
+    return Span(segments, tokens, rotary.angles(offsets), mask)
+
+
+def partial_span(rotary: Rotary, window: int, segment: int, valid: Tensor, offset: Tensor, counts: Tensor, t: int) -> Span:
+    """The span of `counts [b]` tokens from `offset [b]` in each lane's open segment, `t` the most of them."""
+    columns = torch.arange(t, device=offset.device)
+    offsets = offset[:, None] + columns  # [b, t]
+    last = torch.arange(-window, segment, device=offset.device) > offsets[..., None]  # [b, t, w + t]
+    hidden = last | _blank(valid[:, None], window, segment)[:, None]
+    mask = torch.zeros(hidden.shape, device=offset.device).masked_fill_(hidden, -torch.inf)
+    lanes, taken = (columns < counts[:, None]).nonzero(as_tuple=True)
+    angles = rotary.angles(offsets.clamp(max=segment - 1)[:, None])
+    return Span(1, t, angles, mask[:, None], (lanes, taken, offsets[lanes, taken]))
+
+
+def _blank(valid: Tensor, window: int, segment: int) -> Tensor:
+    """[..., w + t]: window rows that hold nothing yet, the window's newest row being its last."""
+    return torch.arange(-window, segment, device=valid.device) < -valid
+
+
+def blocks(cached: Tensor, new: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """What each whole segment sees of a cache, and the cache after them.
+
+    `cached [b, w + t, h, e]`, `new [b, s, t, h, e]` -> `[b, s, w + t, h, e]`, `[b, w + t, h, e]` with the open part blank.
+    """
+    s, t = new.shape[1:3]
+    before = math.ceil(window / t)  # earlier segments that a window reaches into
+    rows = torch.cat([cached[:, :window].to(new.dtype), new.flatten(1, 2)], 1)
+    after = F.pad(rows[:, rows.shape[1] - window :], (0, 0, 0, 0, 0, t))
+    padded = F.pad(rows, (0, 0, 0, 0, before * t - window, 0)).unflatten(1, (before + s, t))
+    seen = torch.cat([padded[:, i : i + s] for i in range(before + 1)], 2)
+    return seen[:, :, before * t - window :], after
+
+
+class WindowAttention(nn.Module):
+    """Multi-head attention over the own segment and the window."""
+
+    def __init__(self, width: int, heads: int, window: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self._rotary = [rotary]  # shared by all layers, owned by the decoder: not a submodule here
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, span: Span, donate: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend from `x [b, s, t, d]`; returns what to add to the residual stream, and the caches after the span."""
+        rotary = self._rotary[0]
+        b, s, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, t, 3, self.heads, -1).unbind(3)
+        q, k = rotary.rotate(q, span.angles), rotary.rotate(k, span.angles)
+        if span.aligned:
+            seen_k, keys = blocks(keys, k, self.window)
+            seen_v, values = blocks(values, v, self.window)
+        else:
+            keys = span.put(keys, k[:, 0], self.window, donate)
+            values = span.put(values, v[:, 0], self.window, donate)
+            seen_k, seen_v = keys[:, None].to(q.dtype), values[:, None].to(q.dtype)
+        mixed = attend(q, seen_k, seen_v, span.mask)
+        return self.out(mixed), keys, values
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Multi-head attention `[b, s, t, h, e]` x `[b, s, r, h, e]` -> `[b, s, t, h * e]`; causal where there is no mask."""
+    flat_q, flat_k, flat_v = (part.flatten(0, 1).transpose(1, 2) for part in (q, k, v))
+    mask = None if mask is None else mask.to(q.dtype)
+    mixed = F.scaled_dot_product_attention(flat_q, flat_k, flat_v, attn_mask=mask, is_causal=mask is None)
+    return mixed.transpose(1, 2).reshape(*q.shape[:3], -1)

@@ -1,0 +1,408 @@
+"""PMI-TR: a causal decoder whose whole past is a small state of fixed size.
+
+    model = PMI(load_model_config("small"))
+    hidden, state = model(tokens, model.initial_state(lanes=4))     # any number of tokens, lanes at any positions
+    loss = model.head.loss(hidden, targets)
+
+- pre-norm blocks: window attention, memory (in the layers that carry it), feed-forward with squared ReLU
+- text is cut into segments by position. A segment's tokens read the memory that earlier segments left; the segment is written
+  when it is complete. So no token sees a later one
+- whole segments run in parallel through a layer (memory scope `layer`), or one after the other (scope `global`); tokens within
+  an open segment run from its cached part. All give the same function
+- embedding wide enough to keep token identity, everything added to the residual stream starts at zero, tied output
+
+Axes: b lane, s segment, t token of a segment, d feature.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.config import ModelConfig
+from lm.model.attention import MAX_TOKENS, Rotary, Span, WindowAttention, aligned_span, partial_span
+from lm.model.checks import check_call, check_finite
+from lm.model.memory import MemoryModule, memory_shapes
+from lm.model.state import Memory, Open, Readout, State, map_tensors, where_lanes
+from lm.model.vocabulary import Embedding, Head
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and feed-forward, with a norm of its own for the memory where it carries one."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary, memory: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = WindowAttention(config.width, config.heads, config.window, rotary)
+        self.memory_norm = nn.LayerNorm(config.width) if memory else None
+        self.feedforward_norm = nn.LayerNorm(config.width)
+        self.rise = nn.Linear(config.width, config.feedforward, bias=False)
+        self.fall = nn.Linear(config.feedforward, config.width, bias=False)
+
+    def feedforward(self, x: Tensor) -> Tensor:
+        """What the feed-forward network adds to the residual stream."""
+        return self.fall(F.relu(self.rise(self.feedforward_norm(x))).square())
+
+
+class InitialMemory(nn.Module):
+    """The learned memory that every document starts with, one per memory of the state."""
+
+    def __init__(self, config: ModelConfig, count: int) -> None:
+        super().__init__()
+        self.count = count
+        for i in range(count):
+            working, long_term = memory_shapes(config)
+            self.register_parameter(f"working_{i}", nn.Parameter(torch.randn(working) * 0.5))
+            # fragments of slots are normalised at every write; an associative matrix starts with about one association
+            scale = 1.0 if long_term[1:] == working else long_term[1] ** -0.5
+            self.register_parameter(f"long_term_{i}", nn.Parameter(torch.randn(long_term) * scale))
+
+    def forward(self, lanes: int) -> tuple[Memory, ...]:
+        """The initial memories, for so many lanes."""
+
+        def level(name: str) -> Tensor:
+            parameter: Tensor = getattr(self, name)
+            return parameter.expand(lanes, *parameter.shape)
+
+        return tuple(Memory(level(f"working_{i}"), level(f"long_term_{i}")) for i in range(self.count))
+
+
+class PMI(nn.Module):
+    """The language model. Holds weights only: the state goes in and comes out."""
+
+    causal: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers_with_memory = config.memory_layers
+        memory, n = config.memory, len(self.layers_with_memory)
+        self.shared_state = memory is not None and memory.scope == "global"
+        self.shared_weights = memory is not None and memory.parameters == "tied"
+        self.embedding = Embedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.rotary = Rotary(config.width // config.heads, config.segment, config.rotary_base)
+        self.blocks = nn.ModuleList(Block(config, self.rotary, i in self.layers_with_memory) for i in range(config.layers))
+        self.memories = nn.ModuleList(MemoryModule(config) for _ in range(min(n, 1) if self.shared_weights else n))
+        self.initial_memory = InitialMemory(config, min(n, 1) if self.shared_state else n)
+        self.norm = nn.LayerNorm(config.width)
+        self.head = Head(self.embedding)
+        self._initialise()
+        rows = torch.arange(-config.window, config.segment)
+        hidden = rows > torch.arange(config.segment)[:, None]
+        self.register_buffer("causal", torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf), persistent=False)
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for block in cast(Iterable[Block], self.blocks):
+            nn.init.zeros_(block.attention.out.weight)
+            nn.init.zeros_(block.fall.weight)
+        for memory in cast(Iterable[MemoryModule], self.memories):
+            nn.init.zeros_(memory.read.out.weight)
+        # logits of unit variance at the start, however wide the embedding was drawn
+        nn.init.constant_(self.norm.weight, 1 / (self.config.embedding_std * math.sqrt(self.config.width)))
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.causal.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type the decoder computes in (memory is float32 always)."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.norm.weight.dtype
+
+    def compute_in(self, dtype: torch.dtype) -> "PMI":
+        """Turn the decoder's weights to `dtype` for inference; the memory's stay float32."""
+        for module in (self.embedding, self.blocks, self.norm, self.head):
+            module.to(dtype)
+        return self
+
+    def initial_state(self, lanes: int) -> State:
+        """The state of `lanes` new documents."""
+        config = self.config
+        cache = (lanes, config.window + config.segment, config.heads, config.width // config.heads)
+        return State(
+            position=torch.zeros(lanes, dtype=torch.long, device=self.device),
+            keys=tuple(torch.zeros(cache, device=self.device, dtype=self.dtype) for _ in self.blocks),
+            values=tuple(torch.zeros(cache, device=self.device, dtype=self.dtype) for _ in self.blocks),
+            memories=map_tensors(torch.Tensor.clone, self.initial_memory(lanes)),
+            readouts=self._blank_readouts(lanes),
+            open=self._blank_open(lanes),
+        )
+
+    def reset(self, state: State, lanes: Sequence[int] | Tensor) -> State:
+        """`state` with some lanes at the start of a new document."""
+        return state.merge(lanes, self.initial_state(len(lanes)))
+
+    def _blank_readouts(self, lanes: int) -> tuple[Readout, ...]:
+        memory = self.config.memory
+        if memory is None:
+            return ()
+        rows, d, width = memory.heads * memory.slots, self.config.memory_width, self.config.width
+        working, delta = memory.read != "long_term", memory.consolidation == "delta"
+        long_slots = memory.keeps_long_term and not delta
+        long_term = memory_shapes(self.config)[1] if memory.keeps_long_term and delta else (rows, d) if long_slots else (0, 0)
+        shapes = [
+            (width, rows * (working + long_slots)),
+            (rows, d * (3 if memory.correction else 1)) if working else (0, 0),
+            long_term,
+        ]
+        count = len(self.memories) if self.shared_state else len(self.layers_with_memory)
+        return tuple(Readout(*(torch.zeros(lanes, *shape, device=self.device) for shape in shapes)) for _ in range(count))
+
+    def _blank_open(self, lanes: int) -> tuple[Open, ...]:
+        memory, t = self.config.memory, self.config.segment
+        if memory is None:
+            return ()
+        corrected = (t, memory.heads, self.config.memory_width // memory.heads) if memory.correction else (0, 0, 0)
+        shapes = [(t, self.config.width), corrected, corrected]
+        return tuple(Open(*(torch.zeros(lanes, *shape, device=self.device) for shape in shapes)) for _ in self.layers_with_memory)
+
+    # --- calls -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: State,
+        lengths: Tensor | None = None,
+        starts: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, State]:
+        """Read `tokens [b, t]` behind `state`; returns hidden features [b, t, d] and the state after.
+
+        lengths: how many of each lane's tokens are real (the rest is padding: no effect, hidden features 0).
+        starts:  [b, segments] bool, for training on whole segments: a new document begins with that segment. What stands
+                 behind a document's end in its last segment is padding; the next segment must start a document.
+        donate:  the caller gives `state` up and its storage is reused; for decoding, outside of autograd.
+        """
+        check_call(self, tokens, state, lengths, starts, donate)
+        if starts is not None:
+            hidden, state = self._whole_segments(tokens, state, starts)
+        else:
+            counts = [tokens.shape[1]] * state.lanes if lengths is None else lengths.tolist()
+            hidden, state = self._any(tokens, state, counts, donate)
+        if not self.training:
+            check_finite(hidden, state)
+        return hidden, state
+
+    def _any(self, tokens: Tensor, state: State, counts: list[int], donate: bool) -> tuple[Tensor, State]:
+        """Tokens of any number for lanes at any positions: whole segments together where all can, else up to a boundary."""
+        t = self.config.segment
+        left, taken = list(counts), [0] * len(counts)
+        offsets = (state.position % t).tolist()
+        pieces: list[tuple[list[int], list[int], list[int], Tensor]] = []
+        while any(left):
+            lanes = [b for b, n in enumerate(left) if n]
+            whole = min(left[b] for b in lanes) // t
+            aligned = whole > 0 and not any(offsets[b] for b in lanes)
+            counted = [whole * t if aligned else min(left[b], t - offsets[b]) for b in lanes]
+            everyone = len(lanes) == len(counts)
+            part = state if everyone else state.select(lanes)
+            begins = [taken[b] for b in lanes]
+            cut = _gather(tokens, lanes, begins, max(counted))
+            if aligned:
+                hidden, part = self._whole_segments(cut, part, None)
+            else:
+                count = torch.tensor(counted, device=self.device)
+                hidden, part = self._within_segment(cut, part, count, donate or not everyone)
+            state = part if everyone else state.merge(lanes, part)
+            pieces.append((lanes, begins, counted, hidden))
+            for b, n in zip(lanes, counted, strict=True):
+                left[b], taken[b], offsets[b] = left[b] - n, taken[b] + n, (offsets[b] + n) % t
+        return _assemble(pieces, tokens.shape, self.config.width, self.device, self.dtype), state
+
+    def _whole_segments(self, tokens: Tensor, state: State, starts: Tensor | None) -> tuple[Tensor, State]:
+        """Whole segments from a boundary, in groups that run in parallel."""
+        t = self.config.segment
+        group = 1 if self.shared_state else max(1, MAX_TOKENS // t)
+        outputs = []
+        for first in range(0, tokens.shape[1] // t, group):
+            cut = tokens[:, first * t : (first + group) * t]
+            hidden, state = self._group(cut, state, None if starts is None else starts[:, first : first + group])
+            outputs.append(hidden)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), state
+
+    def _group(self, tokens: Tensor, state: State, starts: Tensor | None) -> tuple[Tensor, State]:
+        """One parallel pass over whole segments."""
+        t = self.config.segment
+        segments = tokens.shape[1] // t
+        position, valid = state.position, []
+        for s in range(segments):
+            position = position if starts is None else position.masked_fill(starts[:, s], 0)
+            valid.append(position)
+            position = position + t
+        span = aligned_span(self.rotary, self.causal, torch.stack(valid, 1).clamp(max=self.config.window), segments, t)
+        # where nothing restarts, the initial memory is not touched (nor gathered, where weights are sharded)
+        starts = starts if starts is not None and bool(starts.any()) else None
+        initial = state.memories if starts is None else self.initial_memory(state.lanes)
+        memories = list(state.memories)
+        if self.shared_state:
+            if starts is not None:
+                memories = [where_lanes(starts[:, 0], initial[0], memories[0])]
+            shared = self._segment_readouts(memories[0])
+
+        def recall(j: int, h: Tensor) -> Readout:
+            if self.shared_state:
+                return shared[0 if self.shared_weights else j]
+            before, memories[j] = self._memory(j).scan(memories[j], h, starts, initial[j])
+            return self._readouts(self._memory(j), before)
+
+        x, keys, values, features, _ = self._layers(tokens.unflatten(1, (segments, t)), state, span, recall, False)
+        if self.shared_state:
+            memories = [self._write_through(memories[0], [h[:, 0] for h in features])]
+        turned = self.rotary.angles(torch.tensor(segments * t, device=self.device))
+        keys = tuple(self.rotary.rotate(k, turned, back=True) for k in keys)
+        return x.flatten(1, 2), state._replace(position=position, keys=keys, values=values, memories=tuple(memories))
+
+    def _within_segment(self, tokens: Tensor, state: State, counts: Tensor, donate: bool) -> tuple[Tensor, State]:
+        """Up to a segment's rest of tokens for every lane, from the open part; lanes that complete theirs are closed."""
+        t, window = self.config.segment, self.config.window
+        offset = state.position % t
+        begun = (offset == 0).nonzero().squeeze(-1)
+        if len(begun) and self.memories:
+            state = state._replace(readouts=self._refresh_readouts(state, begun, donate))
+        valid = (state.position - offset).clamp(max=window)
+        span = partial_span(self.rotary, window, t, valid, offset, counts, tokens.shape[1])
+
+        def recall(j: int, h: Tensor) -> Readout:
+            readout = state.readouts[0 if self.shared_state and self.shared_weights else j]
+            return map_tensors(lambda x: x[:, None], readout)
+
+        x, keys, values, features, opened = self._layers(tokens[:, None], state, span, recall, donate)
+        opened = tuple(
+            part._replace(features=span.put(part.features, h[:, 0], 0, donate)) for part, h in zip(opened, features, strict=True)
+        )
+        state = state._replace(position=state.position + counts, keys=keys, values=values, open=opened)
+        complete = (offset + counts == t).nonzero().squeeze(-1)
+        if len(complete) == state.lanes:
+            state = self._close(state)
+        elif len(complete):
+            closed = self._close(state.select(complete))
+            if donate:
+                state.merge_(complete, closed)
+            else:
+                state = state.merge(complete, closed)
+        return x[:, 0], state
+
+    def _layers(
+        self, tokens: Tensor, state: State, span: Span, recall: Callable[[int, Tensor], Readout], donate: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], list[Tensor], tuple[Open, ...]]:
+        """All layers over `tokens [b, s, t]`; `recall(j, features)` gives what memory layer j reads.
+
+        Returns hidden features, the caches after the span, each memory layer's features and its open part.
+        """
+        keys, values, opened = [], [], []
+        features: list[Tensor] = []
+        x = self.dropout(self.embedding(tokens))
+        for i, block in enumerate(cast(Iterable[Block], self.blocks)):
+            added, k, v = block.attention(block.attention_norm(x), state.keys[i], state.values[i], span, donate)
+            x = x + self.dropout(added)
+            keys.append(k)
+            values.append(v)
+            if block.memory_norm is not None:
+                j = len(features)
+                with _float32(x.device):
+                    h = block.memory_norm(x).float()
+                    added, part = self._memory(j).read(recall(j, h), h, state.open[j], span, donate)
+                x = x + self.dropout(added.to(x.dtype))
+                features.append(h)
+                opened.append(part)
+            x = x + self.dropout(block.feedforward(x))
+        return self.norm(x), tuple(keys), tuple(values), features, tuple(opened)
+
+    def _close(self, state: State) -> State:
+        """Write every lane's complete open segment to memory and move its keys and values into the window."""
+        t, window = self.config.segment, self.config.window
+        features = [part.features for part in state.open]
+        with _float32(self.device):
+            if self.shared_state:
+                memories: tuple[Memory, ...] = (self._write_through(state.memories[0], features),)
+            else:
+                memories = tuple(
+                    self._memory(j).scan(memory, h[:, None], None, memory)[1]
+                    for j, (memory, h) in enumerate(zip(state.memories, features, strict=True))
+                )
+        turned = self.rotary.angles(torch.tensor(t, device=self.device))
+        blank = (0, 0, 0, 0, 0, t)
+        return state._replace(
+            keys=tuple(F.pad(self.rotary.rotate(k[:, t : t + window], turned, back=True), blank) for k in state.keys),
+            values=tuple(F.pad(v[:, t : t + window], blank) for v in state.values),
+            memories=memories,
+        )
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    def _memory(self, j: int) -> MemoryModule:
+        """The weights of memory layer j."""
+        return cast(MemoryModule, self.memories[0 if self.shared_weights else j])
+
+    def _write_through(self, memory: Memory, features: list[Tensor]) -> Memory:
+        """The one global memory, written by each memory layer in turn."""
+        with _float32(self.device):
+            for j, h in enumerate(features):
+                memory = self._memory(j).scan(memory, h[:, None], None, memory)[1]
+        return memory
+
+    def _readouts(self, module: MemoryModule, memories: Memory) -> Readout:
+        """The readouts of memories [b, s, ...]."""
+        lanes_segments = memories.long_term.shape[:2]
+        with _float32(self.device):
+            flat = module.readout(map_tensors(lambda x: x.flatten(0, 1), memories))
+        return map_tensors(lambda x: x.unflatten(0, lanes_segments), flat)
+
+    def _segment_readouts(self, memory: Memory) -> list[Readout]:
+        """The readouts of the one global memory for one segment, one per set of weights."""
+        single = map_tensors(lambda x: x[:, None], memory)
+        return [self._readouts(self._memory(j), single) for j in range(len(self.memories))]
+
+    def _refresh_readouts(self, state: State, lanes: Tensor, donate: bool) -> tuple[Readout, ...]:
+        """The readouts, with those of `lanes`, which begin a segment, made from their memory."""
+        copy = torch.Tensor.index_copy_ if donate else torch.Tensor.index_copy
+        refreshed = []
+        for r, old in enumerate(state.readouts):
+            memory = state.memories[0 if self.shared_state else r]
+            chosen = map_tensors(lambda x: x.index_select(0, lanes)[:, None], memory)
+            new = self._readouts(self._memory(r), chosen)
+            refreshed.append(map_tensors(lambda a, b: copy(a, 0, lanes, b[:, 0]), old, new))
+        return tuple(refreshed)
+
+
+def _float32(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, enabled=False)
+
+
+def _gather(tokens: Tensor, lanes: list[int], begins: list[int], count: int) -> Tensor:
+    """`count` tokens of each of `lanes`, from its own column on; what lies beyond the call is 0."""
+    if len(lanes) == tokens.shape[0] and len(set(begins)) == 1 and begins[0] + count <= tokens.shape[1]:
+        return tokens[:, begins[0] : begins[0] + count]
+    return torch.stack(
+        [F.pad(row := tokens[b, i : i + count], (0, count - len(row))) for b, i in zip(lanes, begins, strict=True)]
+    )
+
+
+def _assemble(
+    pieces: list[tuple[list[int], list[int], list[int], Tensor]],
+    shape: torch.Size,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The hidden features of all pieces, each in its place of the call."""
+    if len(pieces) == 1 and len(pieces[0][0]) == shape[0] and set(pieces[0][2]) == {shape[1]}:
+        return pieces[0][3]
+    result = torch.zeros(*shape, width, device=device, dtype=pieces[0][3].dtype if pieces else dtype)
+    for lanes, begins, counts, hidden in pieces:
+        for row, (b, begin, count) in enumerate(zip(lanes, begins, counts, strict=True)):
+            result[b, begin : begin + count] = hidden[row, :count]
+    return result

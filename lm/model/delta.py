@@ -1,0 +1,101 @@
+"""Long-term memory as fast weights: each fragment an associative matrix, written by the delta rule.
+
+A write moves what the matrix answers to a key towards a value: M <- M + strength * key (value - M^T key)^T. All writes of a
+segment together are one affine map of the memory before it, M <- P M + Q, exact by a triangular solve: so the maps of all
+segments are computed at once, and only their application goes segment by segment.
+
+Axes: b lane, s segment, r row (token or slot), c fragment, k key feature, v value feature.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.config import DeltaConfig, MemoryConfig
+
+MAX_NORM = 4.0
+"""A fragment's root mean square never exceeds this: conflicting writes cannot pump it up over millions of tokens."""
+
+ANSWER_FLOOR = 1e-3
+"""Added to an answer's mean square before it is normalised: an empty memory's answers stay small instead of being blown up."""
+
+
+class Transition(NamedTuple):
+    """What writing a segment does to a memory: M <- keep @ M + add."""
+
+    keep: Tensor  # [b, s, c, k, k]
+    add: Tensor  # [b, s, c, k, v]
+
+    def at(self, s: int) -> "Transition":
+        """The map of one segment."""
+        return Transition(self.keep[:, s], self.add[:, s])
+
+
+def advance(memory: Tensor, transition: Transition) -> Tensor:
+    """The memory [b, c, k, v] after a segment."""
+    memory = transition.keep @ memory + transition.add
+    rms = memory.square().mean((-2, -1), keepdim=True).add(1e-12).sqrt()
+    return memory * (MAX_NORM / rms).clamp(max=1)
+
+
+class DeltaWrite(nn.Module):
+    """Keys, values and write strengths from rows of features, as one map per segment."""
+
+    def __init__(self, width: int, fragments: int, config: DeltaConfig, convolution: int) -> None:
+        super().__init__()
+        self.fragments, self.key_width, self.top_k = fragments, config.key_width, config.top_k
+        features = fragments * (config.key_width + config.value_width)
+        self.project = nn.Linear(width, features, bias=False)
+        self.strength = nn.Linear(width, fragments, bias=False)
+        self.strength_bias = nn.Parameter(torch.full((fragments,), -1.0))
+        # fragments start with different time scales, from tens of segments to thousands
+        self.retention = nn.Parameter(torch.linspace(4.0, 8.0, fragments))
+        taps = torch.randn(convolution, features) * 0.1
+        taps[0] += 1.0
+        if convolution > 1:  # keys lean on the token before: "this followed that" is the association most worth keeping
+            taps[1, : fragments * config.key_width] += 1.0
+        self.taps = nn.Parameter(taps) if convolution > 1 else None
+
+    def forward(self, h: Tensor) -> Transition:
+        """The maps of the segments `h [b, s, r, d]`."""
+        x = self.project(h)
+        if self.taps is not None:
+            x = sum(
+                (tap * F.pad(x, (0, 0, lag, 0))[..., : x.shape[-2], :] for lag, tap in enumerate(self.taps)),
+                torch.zeros((), device=x.device),
+            )
+        keys, values = x.split([self.fragments * self.key_width, x.shape[-1] - self.fragments * self.key_width], -1)
+        keys = F.normalize(keys.unflatten(-1, (self.fragments, -1)).transpose(2, 3), dim=-1)  # [b, s, c, r, k]
+        values = values.unflatten(-1, (self.fragments, -1)).transpose(2, 3)
+        strength = (self.strength(h) + self.strength_bias).sigmoid().mT[..., None]  # [b, s, c, r, 1]
+        if self.top_k is not None and self.top_k < strength.shape[-2]:
+            winners, places = strength.topk(self.top_k, -2)
+            strength = torch.zeros_like(strength).scatter(-2, places, winners)
+        overlap = (strength * keys) @ keys.mT
+        solved = torch.linalg.solve_triangular(
+            overlap.tril(-1), strength * torch.cat([keys, values], -1), upper=False, unitriangular=True
+        )
+        erased, written = solved.split([self.key_width, values.shape[-1]], -1)
+        keep = torch.eye(self.key_width, device=h.device) - keys.mT @ erased
+        return Transition(self.retention.sigmoid()[:, None, None] * keep, keys.mT @ written)
+
+
+class DeltaRead(nn.Module):
+    """A token's queries to the associative matrices; the answers are normalised and gated by the token."""
+
+    def __init__(self, width: int, memory_width: int, config: MemoryConfig) -> None:
+        super().__init__()
+        c, self.key_width, value_width = config.fragments, config.delta.key_width, config.delta.value_width
+        self.query = nn.Linear(width, c * self.key_width, bias=False)
+        self.gate = nn.Linear(width, c * value_width)
+        self.norm = nn.Parameter(torch.ones(c, value_width))
+        self.up = nn.Linear(c * value_width, memory_width, bias=False)
+
+    def forward(self, h: Tensor, memory: Tensor) -> Tensor:
+        """U_l [b, s, t, d] for tokens `h [b, s, t, d]` of segments whose memory is `[b, s, c, k, v]`."""
+        query = F.normalize(self.query(h).unflatten(-1, (-1, self.key_width)).transpose(2, 3), dim=-1)  # [b, s, c, t, k]
+        answer = (query @ memory).transpose(2, 3)  # [b, s, t, c, v]
+        scale = (answer.square().mean(-1, keepdim=True) + ANSWER_FLOOR).rsqrt()
+        return self.up((answer * scale * self.norm).flatten(-2) * self.gate(h).sigmoid())

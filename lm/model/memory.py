@@ -1,0 +1,257 @@
+"""The two-level memory (paper, section 2): working slots written by competition, consolidated into long-term memory.
+
+- write: slots attend to a segment's tokens, top-k competition, gates; then consolidation into long-term memory
+- read: tokens attend to working slots (U_w) and long-term memory (U_l); optionally U_l attends to U_w (the correction step)
+- all projections of slots are folded: N slots x H heads are far fewer than T tokens, so W_q (M W_k)^T is built once per
+  segment and tokens meet it directly. The same function as projecting every token, at a fraction of the cost
+- everything here runs in float32, whatever the type of the decoder around it
+
+Axes: b lane, s segment, t token of a segment, n slot, c fragment, h head, e feature of a head, d feature.
+Every parameter is used in the `forward` of the module that owns it, so that sharded training can gather it there.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lm.config import MemoryConfig, ModelConfig
+from lm.model.attention import Span, attend
+from lm.model.delta import DeltaRead, DeltaWrite, Transition, advance
+from lm.model.state import Memory, Open, Readout, where_lanes
+
+MAX_RETENTION = 0.999
+"""Ceiling of the forget gate: working memory then stays within 1 / (1 - 0.999) per element, however long the stream."""
+
+
+def matrix(*shape: int, fan_in: int) -> nn.Parameter:
+    """A projection drawn with variance 1 / fan_in."""
+    return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
+
+
+def compete(scores: Tensor, top_k: int | None) -> Tensor:
+    """Softmax over the last axis, then only the `top_k` largest are kept (None: all). What is kept is not rescaled."""
+    weights = scores.softmax(-1)
+    if top_k is None or top_k >= weights.shape[-1]:
+        return weights
+    winners, places = weights.topk(top_k, -1)
+    return torch.zeros_like(weights).scatter(-1, places, winners)
+
+
+class WorkingWrite(nn.Module):
+    """A segment's tokens compete for the slots; gates decide what is forgotten and what is taken in."""
+
+    def __init__(self, width: int, memory_width: int, config: MemoryConfig) -> None:
+        super().__init__()
+        h, d, e = config.heads, memory_width, memory_width // config.heads
+        self.top_k, self.gate = config.top_k, config.gate
+        self.query = matrix(d, h, e, fan_in=d)
+        self.key = matrix(h, e, width, fan_in=width)
+        self.value = matrix(h, e, width, fan_in=width)
+        self.norm_attended, self.norm_candidate = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.mlp = nn.Sequential(*(part for _ in range(config.mlp_layers) for part in (nn.Linear(d, d), nn.ReLU())))
+        if self.gate != "none":
+            gates = 2 * d if self.gate == "unit" else 2
+            self.gate_slots = nn.Linear(d, gates, bias=False)
+            self.gate_bias = nn.Parameter(torch.tensor([0.0, 1.0]).repeat_interleave(gates // 2))
+
+    def forward(self, working: Tensor, h: Tensor, perceived: Tensor | None) -> Tensor:
+        """New slots from slots [b, n, d], a segment's tokens `h [b, t, d]` and the gates' view of them [b, gates]."""
+        query = torch.einsum("bnd,dhe->bnhe", working, self.query)
+        query = torch.einsum("bnhe,hew->bhnw", query, self.key).flatten(1, 2) / math.sqrt(self.query.shape[2])
+        weights = compete(query @ h.mT, self.top_k)  # [b, h * n, t]
+        attended = (weights @ h).unflatten(1, (self.query.shape[1], -1))  # [b, h, n, w]
+        attended = torch.einsum("bhnw,hew->bnhe", attended, self.value).flatten(2)
+        candidate = self.norm_candidate(working + self.mlp(self.norm_attended(working + attended)))
+        if perceived is None:
+            return candidate.tanh()
+        take, keep = (perceived[:, None] + self.gate_slots(working.tanh()) + self.gate_bias).sigmoid().chunk(2, -1)
+        return take * candidate.tanh() + MAX_RETENTION * keep * working
+
+
+class SlotConsolidation(nn.Module):
+    """Long-term slots take in the outer product of working and long-term slots, contracted to a slot again.
+
+    paper: contracted with ones, as the published code computes it (after its LayerNorm that is nearly nothing);
+    probe: contracted with a learned vector per fragment and head. The d x d product is never built.
+    """
+
+    def __init__(self, memory_width: int, config: MemoryConfig) -> None:
+        super().__init__()
+        self.heads = config.heads if config.consolidation == "probe" else 1
+        self.norm = nn.LayerNorm(memory_width)
+        e = memory_width // self.heads
+        if config.consolidation == "probe":
+            self.probe = nn.Parameter(torch.randn(config.fragments, self.heads, e) / math.sqrt(e))
+        else:
+            self.register_buffer("probe", torch.ones(1, 1, e), persistent=False)
+
+    def forward(self, long_term: Tensor, working: Tensor) -> Tensor:
+        """New long-term slots [b, c, n, d] from the old ones and the new working slots [b, n, d]."""
+        heads = long_term.unflatten(-1, (self.heads, -1))  # [b, c, n, h, e]
+        strength = torch.einsum("bcnhe,che->bcnh", heads, self.probe.expand(long_term.shape[1], -1, -1))
+        product = strength[..., None] * working.unflatten(-1, (self.heads, -1))[:, None]
+        return self.norm(long_term + product.flatten(-2))
+
+
+class SlotReadout(nn.Module):
+    """Projects one level's slots for reading: how tokens address them, and what each slot gives."""
+
+    def __init__(self, width: int, memory_width: int, heads: int, outputs: int) -> None:
+        super().__init__()
+        d, e = memory_width, memory_width // heads
+        self.query = matrix(width, heads, e, fan_in=width)
+        self.key = matrix(d, heads, e, fan_in=d)
+        self.value = matrix(d, heads, e, fan_in=d)
+        # with the correction step, slots are read as its queries, or as U_w and the keys and values made of it
+        self.further = matrix(heads, e, outputs, fan_in=d) if outputs else None
+
+    def forward(self, slots: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+        """`slots [b, n, d]` -> address [b, w, h * n], contribution [b, h * n, x]; `keep`: U itself comes first in x."""
+        heads, n = self.query.shape[1], slots.shape[1]
+        key = torch.einsum("bnd,dhe->bnhe", slots, self.key) / math.sqrt(self.query.shape[2])
+        address = torch.einsum("whe,bnhe->bwhn", self.query, key).flatten(2)
+        value = torch.einsum("bnd,dhe->bhne", slots, self.value)
+        parts = []
+        if keep:  # each head's values stand in its own columns of U
+            own = torch.eye(heads, device=slots.device, dtype=slots.dtype)[:, None, :, None]
+            parts.append((own * value[:, :, :, None]).flatten(3))
+        if self.further is not None:
+            parts.append(torch.einsum("bhne,hex->bhnx", value, self.further))
+        return address, torch.cat(parts, -1).reshape(slots.shape[0], heads * n, -1)
+
+
+class Read(nn.Module):
+    """What a token takes from memory: U_w, U_l, and U_wl where the correction step is on."""
+
+    def __init__(self, width: int, memory_width: int, config: MemoryConfig) -> None:
+        super().__init__()
+        self.config, self.d = config, memory_width
+        if config.read == "both":
+            self.alpha = nn.Parameter(torch.tensor(config.alpha))
+        if config.consolidation == "delta" and config.keeps_long_term:
+            self.delta = DeltaRead(width, memory_width, config)
+        self.out = nn.Linear(memory_width, width, bias=False)
+
+    def forward(self, readout: Readout, h: Tensor, opened: Open, span: Span, donate: bool) -> tuple[Tensor, Open]:
+        """Read for tokens `h [b, s, t, d]` of segments whose memory is `readout [b, s, ...]`; also the open part after."""
+        config = self.config
+        u_w = u_l = None
+        scores = h @ readout.address
+        if config.read != "long_term":
+            own, scores = scores.split([readout.working.shape[-2], scores.shape[-1] - readout.working.shape[-2]], -1)
+            u_w = own.unflatten(-1, (config.heads, -1)).softmax(-1).flatten(-2) @ readout.working
+        if config.keeps_long_term and config.consolidation == "delta":
+            u_l = self.delta(h, readout.long_term)
+        elif config.keeps_long_term:
+            u_l = compete(scores.unflatten(-1, (config.heads, -1)), config.top_k).flatten(-2) @ readout.long_term
+        if config.correction:
+            assert u_w is not None
+            assert u_l is not None
+            u_w, keys, values = u_w.split(self.d, -1)
+            u_l, opened = self._correct(u_l, keys, values, opened, span, donate)
+        if u_w is None or u_l is None:
+            return self.out(u_w if u_l is None else u_l), opened
+        return self.out(self.alpha * u_w + (1 - self.alpha) * u_l), opened
+
+    def _correct(
+        self, queries: Tensor, keys: Tensor, values: Tensor, opened: Open, span: Span, donate: bool
+    ) -> tuple[Tensor, Open]:
+        """U_wl: attention from U_l to U_w across the positions of a segment, up to the own one."""
+        q, k, v = (part.unflatten(-1, (self.config.heads, -1)) for part in (queries, keys, values))
+        if span.aligned:
+            return attend(q, k, v, None), opened
+        opened = opened._replace(
+            keys=span.put(opened.keys, k[:, 0], 0, donate), values=span.put(opened.values, v[:, 0], 0, donate)
+        )
+        own = span.mask[..., span.mask.shape[-1] - opened.keys.shape[1] :]
+        return attend(q, opened.keys[:, None], opened.values[:, None], own), opened
+
+
+class MemoryModule(nn.Module):
+    """One set of memory weights: `scan` writes over segments, `readout` makes a memory readable, `read` reads it."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        assert model.memory is not None
+        config, width, d = model.memory, model.width, model.memory_width
+        self.config, self.width = config, width
+        delta = config.consolidation == "delta" and config.keeps_long_term
+        slots = config.consolidation != "delta" and config.keeps_long_term
+        if config.keeps_working:
+            self.write = WorkingWrite(width, d, config)
+            if config.gate != "none":
+                self.gate_tokens = nn.Linear(width, 2 * d if config.gate == "unit" else 2, bias=False)
+        if slots:
+            self.consolidate = SlotConsolidation(d, config)
+            self.readout_long_term = SlotReadout(width, d, config.heads, d if config.correction else 0)
+        if delta and config.delta.source != "slots":
+            self.delta_tokens = DeltaWrite(width, config.fragments, config.delta, config.delta.convolution)
+        if delta and config.delta.source != "tokens":
+            self.delta_slots = DeltaWrite(d, config.fragments, config.delta, convolution=1)
+        if config.read != "long_term":
+            self.readout_working = SlotReadout(width, d, config.heads, 2 * d if config.correction else 0)
+        self.read = Read(width, d, config)
+
+    def scan(self, memory: Memory, h: Tensor, starts: Tensor | None, initial: Memory) -> tuple[Memory, Memory]:
+        """Write the segments `h [b, s, t, d]` one after the other.
+
+        Returns the memory before each segment [b, s, ...] (what its tokens read) and the memory after the last.
+        Where `starts [b, s]`, a document begins: the memory is `initial` again.
+        """
+        perceived = transition = None
+        if hasattr(self, "gate_tokens"):
+            perceived = F.relu(self.gate_tokens(h)).mean(2)
+        if hasattr(self, "delta_tokens"):
+            transition = self.delta_tokens(h)
+        before = []
+        for s in range(h.shape[1]):
+            if starts is not None and bool(starts[:, s].any()):
+                memory = where_lanes(starts[:, s], initial, memory)
+            before.append(memory)
+            memory = self._step(memory, h[:, s], _at(perceived, s), transition and transition.at(s))
+        return Memory(*(torch.stack(level, 1) for level in zip(*before, strict=True))), memory
+
+    def _step(self, memory: Memory, h: Tensor, perceived: Tensor | None, transition: Transition | None) -> Memory:
+        working, long_term = memory
+        if hasattr(self, "write"):
+            working = self.write(working, h, perceived)
+        if hasattr(self, "consolidate"):
+            long_term = self.consolidate(long_term, working)
+        if transition is not None:
+            long_term = advance(long_term, transition)
+        if hasattr(self, "delta_slots"):
+            long_term = advance(long_term, self.delta_slots(working[:, None]).at(0))
+        return Memory(working, long_term)
+
+    def readout(self, memory: Memory) -> Readout:
+        """The memory `[b, ...]` made ready for reading."""
+        working, long_term = memory
+        address = long_term.new_zeros(long_term.shape[0], self.width, 0)
+        gives = gives_long = long_term.new_zeros(long_term.shape[0], 0, 0)
+        if hasattr(self, "readout_working"):
+            address, gives = self.readout_working(working, keep=True)
+        if hasattr(self, "readout_long_term"):
+            further, gives_long = self.readout_long_term(long_term.mean(1), keep=not self.config.correction)
+            address = torch.cat([address, further], -1)
+        elif self.config.keeps_long_term:
+            gives_long = long_term
+        return Readout(address, gives, gives_long)
+
+
+def _at(x: Tensor | None, s: int) -> Tensor | None:
+    return None if x is None else x[:, s]
+
+
+def memory_shapes(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of working and long-term memory per lane; a level that is not kept has no slots or fragments."""
+    config, width = model.memory, model.memory_width
+    if config is None:
+        return (0, width), (0, 0, width)
+    delta = (config.delta.key_width, config.delta.value_width)
+    fragment = delta if config.consolidation == "delta" else (config.slots, width)
+    return (
+        (config.slots if config.keeps_working else 0, width),
+        (config.fragments if config.keeps_long_term else 0, *fragment),
+    )

@@ -1,0 +1,122 @@
+"""The model's state as a value: everything a sequence's past has left behind, constant in size.
+
+Axes: b lane, w window row, t token of a segment, n slot, c fragment, h head, e feature of a head, d feature.
+
+At a segment boundary the state is memory + window + position (what a snapshot holds). Inside a segment there is also the open
+part: the segment's own keys and values, the features waiting to be written, and the memory made ready for reading.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Tree = TypeVar("Tree")
+
+
+class Memory(NamedTuple):
+    """The two levels of memory of one scope. A level that the configuration does not use has no slots."""
+
+    working: Tensor  # [b, n, d]
+    long_term: Tensor  # [b, c, n, d] slots, or [b, c, k, v] associative matrices (consolidation: delta)
+
+
+class Readout(NamedTuple):
+    """A memory made ready for reading by one set of read parameters; constant through a segment, derived from the memory."""
+
+    address: Tensor  # [b, d, r] token features times this are the scores of the slots, per head
+    working: Tensor  # [b, r, x] what one unit of attention on a working slot contributes
+    long_term: Tensor  # [b, r, x] the same for long-term slots, or the associative matrices [b, c, k, v]
+
+
+class Open(NamedTuple):
+    """What one memory layer keeps of the open segment; rows beyond the lane's offset are blank."""
+
+    features: Tensor  # [b, t, d] to be written when the segment is complete
+    keys: Tensor  # [b, t, h, e] of the correction step
+    values: Tensor  # [b, t, h, e]
+
+
+class State(NamedTuple):
+    """The whole past of each lane. A value: calls return a new one and leave the old one as it was."""
+
+    position: Tensor  # [b] tokens read so far
+    keys: tuple[Tensor, ...]  # per layer [b, w + t, h, e]: the window, then the open segment; rotated about the segment's start
+    values: tuple[Tensor, ...]
+    memories: tuple[Memory, ...]  # one (scope global) or one per memory layer (scope layer)
+    readouts: tuple[Readout, ...]
+    open: tuple[Open, ...]  # one per memory layer
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+        return self.position.shape[0]
+
+    def detach(self) -> "State":
+        """The same values, cut off from the graph that made them."""
+        return map_tensors(torch.Tensor.detach, self)
+
+    def clone(self) -> "State":
+        """A copy that shares no storage."""
+        return map_tensors(torch.Tensor.clone, self)
+
+    def to(self, device: torch.device | str) -> "State":
+        """The same values on another device."""
+        return map_tensors(lambda x: x.to(device), self)
+
+    def select(self, lanes: Sequence[int] | Tensor) -> "State":
+        """The state of some lanes, in the order given (a lane may be given twice)."""
+        index = torch.as_tensor(lanes, dtype=torch.long, device=self.position.device)
+        return map_tensors(lambda x: x.index_select(0, index), self)
+
+    def merge(self, lanes: Sequence[int] | Tensor, other: "State") -> "State":
+        """This state with `lanes` replaced by the lanes of `other`."""
+        index = torch.as_tensor(lanes, dtype=torch.long, device=self.position.device)
+        return map_tensors(lambda mine, theirs: mine.index_copy(0, index, theirs.to(mine.dtype)), self, other)
+
+    def merge_(self, lanes: Tensor, other: "State") -> None:
+        """As `merge`, into this state's own storage: for an owner of a slab, outside of autograd."""
+        map_tensors(lambda mine, theirs: mine.index_copy_(0, lanes, theirs.to(mine.dtype)), self, other)
+
+    @classmethod
+    def concatenate(cls, states: Sequence["State"]) -> "State":
+        """The lanes of several states, one after the other."""
+        return map_tensors(lambda *parts: torch.cat(parts), *states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, the open segment included (a snapshot is smaller: `snapshot.sizes`)."""
+        return sum(x.nbytes for x in tensors(self))
+
+
+def map_tensors(function: Callable[..., Any], tree: Tree, *others: Any) -> Tree:
+    """Apply `function` to corresponding tensors of trees of (named) tuples; the result has the shape of the first tree."""
+    if isinstance(tree, Tensor):
+        return function(tree, *others)
+    assert isinstance(tree, tuple)
+    parts = [map_tensors(function, *group) for group in zip(tree, *others, strict=True)]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+
+
+def where_lanes(lanes: Tensor, new: Tree, old: Tree) -> Tree:
+    """`new` where `lanes [b]` is true, else `old`."""
+    return map_tensors(lambda x, y: torch.where(lanes.view(-1, *[1] * (y.dim() - 1)), x, y), new, old)
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors of a tree, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    else:
+        for part in tree:
+            yield from tensors(part)
+
+
+def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a tree with names such as `memories.0.working`."""
+    if isinstance(tree, Tensor):
+        yield prefix, tree
+    else:
+        for name, part in zip(getattr(tree, "_fields", map(str, range(len(tree)))), tree, strict=True):
+            yield from named_tensors(part, f"{prefix}.{name}" if prefix else str(name))
