@@ -2,29 +2,36 @@
 
     .venv/bin/python deploy/prebuild.py
 
-They go to `torch_extensions/` inside the environment; `lm/extensions.py` points every process there. A compilation killed
-half-way leaves a lock file on which every later run would wait for ever, so locks are removed before building.
+They go to `torch_extensions/` inside the environment, where lm/machine.py makes every process look for them.
 """
 
+import os
 import subprocess
 import sys
 
-from lm import extensions
+from lm import machine
 
 OPERATORS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 
 
 def main() -> None:
-    folder = extensions.use()
-    missing = [name for name in OPERATORS if not extensions.built(name)]
+    """Build what is missing."""
+    folder = machine.extensions_folder()
+    missing = [name for name in OPERATORS if not machine.extension_built(name)]
     if not missing:
         return
-    extensions.remove_locks()
+    machine.remove_extension_locks()
     for name in missing:
         print(f"setup: compiling DeepSpeed's {name}", flush=True)
         script = f"from deepspeed.ops.op_builder.cpu import {OPERATORS[name]} as B; B().load(verbose=False)"
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        if result.returncode or not extensions.built(name):
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        )
+        if result.returncode or not machine.extension_built(name):
             sys.exit(f"setup: compiling {name} into {folder} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
 
 

@@ -19,31 +19,33 @@ MAX_TOKENS = 4096
 
 
 class Rotary(nn.Module):
-    """Rotation of queries and keys by their offset; the last feature of an odd head stays as it is."""
+    """Rotation of queries and keys by their offset: neighbouring features are turned as one complex number.
 
-    cos: Tensor
-    sin: Tensor
+    The last feature of an odd head stays as it is.
+    """
+
+    turns: Tensor
 
     def __init__(self, head_width: int, segment: int, base: float) -> None:
         super().__init__()
-        half = head_width // 2
-        frequencies = base ** (-torch.arange(half, dtype=torch.float64) / half)
+        self.turned = head_width // 2 * 2
+        frequencies = base ** (-torch.arange(self.turned // 2, dtype=torch.float64) / (self.turned // 2))
         angles = torch.arange(max(segment, MAX_TOKENS) + segment, dtype=torch.float64)[:, None] * frequencies
-        # features are paired (i, i + half); with an odd head width one feature is left over and turns by 0
-        spare = torch.zeros(angles.shape[0], head_width - 2 * half, dtype=torch.float64)
-        self.pairs = half
-        self.register_buffer("cos", torch.cat([angles.cos(), angles.cos(), spare + 1], -1).float(), persistent=False)
-        self.register_buffer("sin", torch.cat([-angles.sin(), angles.sin(), spare], -1).float(), persistent=False)
+        turns = torch.stack([angles.cos(), angles.sin()], -1).float()
+        self.register_buffer("turns", turns, persistent=False)  # real, so that casting the model cannot drop a part
 
-    def angles(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for `offsets` (any shape, 0 or more): each [..., 1, e], to be broadcast over heads."""
-        return self.cos[offsets][..., None, :], self.sin[offsets][..., None, :]
+    def angles(self, offsets: Tensor, back: bool = False) -> Tensor:
+        """Complex turns [..., 1, e / 2] by `offsets` (any shape, 0 or more), or back by them."""
+        turns = torch.view_as_complex(self.turns[offsets].float())[..., None, :]
+        return turns.conj().resolve_conj() if back else turns
 
-    def rotate(self, x: Tensor, angles: tuple[Tensor, Tensor], back: bool = False) -> Tensor:
-        """`x [..., h, e]` turned by `angles`, or back by them."""
-        cos, sin = angles
-        swapped = torch.cat([x[..., self.pairs : 2 * self.pairs], x[..., : self.pairs], x[..., 2 * self.pairs :]], -1)
-        return (x * cos - swapped * sin if back else x * cos + swapped * sin).to(x.dtype)
+    def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        """`x [..., h, e]` turned by `angles`."""
+        pairs = x[..., : self.turned].float().unflatten(-1, (-1, 2))
+        if x.shape[-1] % 2:
+            pairs = pairs.contiguous()
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * angles).flatten(-2).to(x.dtype)
+        return turned if self.turned == x.shape[-1] else torch.cat([turned, x[..., self.turned :]], -1)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Span:
 
     segments: int
     tokens: int
-    angles: tuple[Tensor, Tensor]
+    angles: Tensor  # complex [b or 1, s, t, 1, e / 2]
     mask: Tensor  # [b * s or 1, 1, t, w + t] added to attention scores
     rows: tuple[Tensor, Tensor, Tensor] | None = None  # (lanes, columns of the call, offsets in the segment)
 
@@ -109,9 +111,12 @@ def blocks(cached: Tensor, new: Tensor, window: int) -> tuple[Tensor, Tensor]:
     before = math.ceil(window / t)  # earlier segments that a window reaches into
     rows = torch.cat([cached[:, :window].to(new.dtype), new.flatten(1, 2)], 1)
     after = F.pad(rows[:, rows.shape[1] - window :], (0, 0, 0, 0, 0, t))
-    padded = F.pad(rows, (0, 0, 0, 0, before * t - window, 0)).unflatten(1, (before + s, t))
-    seen = torch.cat([padded[:, i : i + s] for i in range(before + 1)], 2)
-    return seen[:, :, before * t - window :], after
+    unreached = before * t - window
+    if unreached:
+        rows = F.pad(rows, (0, 0, 0, 0, unreached, 0))
+    rows = rows.unflatten(1, (before + s, t))
+    seen = torch.cat([rows[:, i : i + s] for i in range(before + 1)], 2)
+    return seen[:, :, unreached:], after
 
 
 class WindowAttention(nn.Module):
@@ -128,8 +133,8 @@ class WindowAttention(nn.Module):
         """Attend from `x [b, s, t, d]`; returns what to add to the residual stream, and the caches after the span."""
         rotary = self._rotary[0]
         b, s, t, _ = x.shape
-        q, k, v = self.qkv(x).view(b, s, t, 3, self.heads, -1).unbind(3)
-        q, k = rotary.rotate(q, span.angles), rotary.rotate(k, span.angles)
+        qk, v = self.qkv(x).view(b, s, t, 3 * self.heads, -1).split([2 * self.heads, self.heads], 3)
+        q, k = rotary.rotate(qk, span.angles).chunk(2, 3)
         if span.aligned:
             seen_k, keys = blocks(keys, k, self.window)
             seen_v, values = blocks(values, v, self.window)

@@ -16,7 +16,7 @@ Axes: b lane, s segment, t token of a segment, d feature.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,20 @@ from lm.model.checks import check_call, check_finite
 from lm.model.memory import MemoryModule, memory_shapes
 from lm.model.state import Memory, Open, Readout, State, map_tensors, where_lanes
 from lm.model.vocabulary import Embedding, Head
+
+
+class SquaredReLU(torch.autograd.Function):
+    """relu(x)^2 with the derivative 2 relu(x) from one saved tensor: half the memory traffic of composing the two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rectified = x.relu()
+        ctx.save_for_backward(rectified)
+        return rectified.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (2 * ctx.saved_tensors[0])
 
 
 class Block(nn.Module):
@@ -44,7 +58,7 @@ class Block(nn.Module):
 
     def feedforward(self, x: Tensor) -> Tensor:
         """What the feed-forward network adds to the residual stream."""
-        return self.fall(F.relu(self.rise(self.feedforward_norm(x))).square())
+        return self.fall(SquaredReLU.apply(self.rise(self.feedforward_norm(x))))
 
 
 class InitialMemory(nn.Module):
@@ -261,8 +275,8 @@ class PMI(nn.Module):
         x, keys, values, features, _ = self._layers(tokens.unflatten(1, (segments, t)), state, span, recall, False)
         if self.shared_state:
             memories = [self._write_through(memories[0], [h[:, 0] for h in features])]
-        turned = self.rotary.angles(torch.tensor(segments * t, device=self.device))
-        keys = tuple(self.rotary.rotate(k, turned, back=True) for k in keys)
+        turned = self.rotary.angles(torch.tensor(segments * t, device=self.device), back=True)
+        keys = tuple(self.rotary.rotate(k, turned) for k in keys)
         return x.flatten(1, 2), state._replace(position=position, keys=keys, values=values, memories=tuple(memories))
 
     def _within_segment(self, tokens: Tensor, state: State, counts: Tensor, donate: bool) -> tuple[Tensor, State]:
@@ -333,10 +347,10 @@ class PMI(nn.Module):
                     self._memory(j).scan(memory, h[:, None], None, memory)[1]
                     for j, (memory, h) in enumerate(zip(state.memories, features, strict=True))
                 )
-        turned = self.rotary.angles(torch.tensor(t, device=self.device))
+        turned = self.rotary.angles(torch.tensor(t, device=self.device), back=True)
         blank = (0, 0, 0, 0, 0, t)
         return state._replace(
-            keys=tuple(F.pad(self.rotary.rotate(k[:, t : t + window], turned, back=True), blank) for k in state.keys),
+            keys=tuple(F.pad(self.rotary.rotate(k[:, t : t + window], turned), blank) for k in state.keys),
             values=tuple(F.pad(v[:, t : t + window], blank) for v in state.values),
             memories=memories,
         )

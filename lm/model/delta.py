@@ -28,9 +28,9 @@ class Transition(NamedTuple):
     keep: Tensor  # [b, s, c, k, k]
     add: Tensor  # [b, s, c, k, v]
 
-    def at(self, s: int) -> "Transition":
-        """The map of one segment."""
-        return Transition(self.keep[:, s], self.add[:, s])
+    def unbind(self) -> list["Transition"]:
+        """The maps of the single segments."""
+        return [Transition(keep, add) for keep, add in zip(self.keep.unbind(1), self.add.unbind(1), strict=True)]
 
 
 def advance(memory: Tensor, transition: Transition) -> Tensor:

@@ -11,6 +11,7 @@ Every parameter is used in the `forward` of the module that owns it, so that sha
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,8 @@ def compete(scores: Tensor, top_k: int | None) -> Tensor:
     weights = scores.softmax(-1)
     if top_k is None or top_k >= weights.shape[-1]:
         return weights
-    winners, places = weights.topk(top_k, -1)
-    return torch.zeros_like(weights).scatter(-1, places, winners)
+    winners = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, weights.topk(top_k, -1).indices, True)
+    return weights.masked_fill(~winners, 0)
 
 
 class WorkingWrite(nn.Module):
@@ -52,9 +53,9 @@ class WorkingWrite(nn.Module):
         self.norm_attended, self.norm_candidate = nn.LayerNorm(d), nn.LayerNorm(d)
         self.mlp = nn.Sequential(*(part for _ in range(config.mlp_layers) for part in (nn.Linear(d, d), nn.ReLU())))
         if self.gate != "none":
-            gates = 2 * d if self.gate == "unit" else 2
-            self.gate_slots = nn.Linear(d, gates, bias=False)
-            self.gate_bias = nn.Parameter(torch.tensor([0.0, 1.0]).repeat_interleave(gates // 2))
+            gates = d if self.gate == "unit" else 1
+            self.gate_slots = nn.Linear(d, 2 * gates, bias=False)
+            self.gate_bias = nn.Parameter(torch.tensor([[0.0], [1.0]]).expand(2, gates).clone())
 
     def forward(self, working: Tensor, h: Tensor, perceived: Tensor | None) -> Tensor:
         """New slots from slots [b, n, d], a segment's tokens `h [b, t, d]` and the gates' view of them [b, gates]."""
@@ -66,7 +67,9 @@ class WorkingWrite(nn.Module):
         candidate = self.norm_candidate(working + self.mlp(self.norm_attended(working + attended)))
         if perceived is None:
             return candidate.tanh()
-        take, keep = (perceived[:, None] + self.gate_slots(working.tanh()) + self.gate_bias).sigmoid().chunk(2, -1)
+        # [b, n, gate, ...]: what the tokens say counts for both gates (paper, appendix), what a slot says for each its own
+        gates = self.gate_slots(working.tanh()).unflatten(-1, (2, -1)) + perceived[:, None, None] + self.gate_bias
+        take, keep = gates.sigmoid().unbind(2)
         return take * candidate.tanh() + MAX_RETENTION * keep * working
 
 
@@ -153,7 +156,7 @@ class Read(nn.Module):
             u_l, opened = self._correct(u_l, keys, values, opened, span, donate)
         if u_w is None or u_l is None:
             return self.out(u_w if u_l is None else u_l), opened
-        return self.out(self.alpha * u_w + (1 - self.alpha) * u_l), opened
+        return self.out(torch.lerp(u_l, u_w, self.alpha)), opened
 
     def _correct(
         self, queries: Tensor, keys: Tensor, values: Tensor, opened: Open, span: Span, donate: bool
@@ -182,7 +185,7 @@ class MemoryModule(nn.Module):
         if config.keeps_working:
             self.write = WorkingWrite(width, d, config)
             if config.gate != "none":
-                self.gate_tokens = nn.Linear(width, 2 * d if config.gate == "unit" else 2, bias=False)
+                self.gate_tokens = nn.Linear(width, d if config.gate == "unit" else 1, bias=False)
         if slots:
             self.consolidate = SlotConsolidation(d, config)
             self.readout_long_term = SlotReadout(width, d, config.heads, d if config.correction else 0)
@@ -200,17 +203,20 @@ class MemoryModule(nn.Module):
         Returns the memory before each segment [b, s, ...] (what its tokens read) and the memory after the last.
         Where `starts [b, s]`, a document begins: the memory is `initial` again.
         """
-        perceived = transition = None
+        segments = range(h.shape[1])
+        perceived: Sequence[Tensor | None] = [None for _ in segments]
+        transitions: Sequence[Transition | None] = [None for _ in segments]
         if hasattr(self, "gate_tokens"):
-            perceived = F.relu(self.gate_tokens(h)).mean(2)
+            perceived = F.relu(self.gate_tokens(h)).mean(2).unbind(1)
         if hasattr(self, "delta_tokens"):
-            transition = self.delta_tokens(h)
+            transitions = self.delta_tokens(h).unbind()
         before = []
-        for s in range(h.shape[1]):
+        # unbind, not indexing: its gradient is one stack instead of a blank copy of the whole per segment
+        for s, features in enumerate(h.unbind(1)):
             if starts is not None and bool(starts[:, s].any()):
                 memory = where_lanes(starts[:, s], initial, memory)
             before.append(memory)
-            memory = self._step(memory, h[:, s], _at(perceived, s), transition and transition.at(s))
+            memory = self._step(memory, features, perceived[s], transitions[s])
         return Memory(*(torch.stack(level, 1) for level in zip(*before, strict=True))), memory
 
     def _step(self, memory: Memory, h: Tensor, perceived: Tensor | None, transition: Transition | None) -> Memory:
@@ -222,7 +228,7 @@ class MemoryModule(nn.Module):
         if transition is not None:
             long_term = advance(long_term, transition)
         if hasattr(self, "delta_slots"):
-            long_term = advance(long_term, self.delta_slots(working[:, None]).at(0))
+            long_term = advance(long_term, self.delta_slots(working[:, None]).unbind()[0])
         return Memory(working, long_term)
 
     def readout(self, memory: Memory) -> Readout:
@@ -238,10 +244,6 @@ class MemoryModule(nn.Module):
         elif self.config.keeps_long_term:
             gives_long = long_term
         return Readout(address, gives, gives_long)
-
-
-def _at(x: Tensor | None, s: int) -> Tensor | None:
-    return None if x is None else x[:, s]
 
 
 def memory_shapes(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:

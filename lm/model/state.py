@@ -120,3 +120,9 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     else:
         for name, part in zip(getattr(tree, "_fields", map(str, range(len(tree)))), tree, strict=True):
             yield from named_tensors(part, f"{prefix}.{name}" if prefix else str(name))
+
+
+def raw_bytes(x: Tensor) -> memoryview:
+    """The bytes of a tensor's values, for hashing."""
+    flat: Any = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

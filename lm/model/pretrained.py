@@ -1,0 +1,112 @@
+"""A model as a folder: `config.json`, `model.safetensors` and the tokenizer. What every other part loads.
+
+checkpoint = from_pretrained(Path("runs/demo/model"))
+checkpoint.model, checkpoint.tokenizer, checkpoint.fingerprint
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lm.config import ModelConfig, read_mapping, validate
+from lm.data.tokenizer import Tokenizer, load_tokenizer
+from lm.errors import UserError
+from lm.model.decoder import PMI
+from lm.model.state import raw_bytes
+
+FORMAT = 1
+"""Version of the folder's layout."""
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model ready to use, with the tokenizer it was trained with."""
+
+    model: PMI
+    tokenizer: Tokenizer
+    fingerprint: str
+    """Hash of the configuration and all weights: what a session's state belongs to."""
+
+
+def fingerprint(model: PMI) -> str:
+    """A short hash of the model's configuration and weights."""
+    digest = hashlib.sha256(model.config.model_dump_json().encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(raw_bytes(parameter))
+    return digest.hexdigest()[:16]
+
+
+def save_pretrained(model: PMI, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the model to `folder`. Each file appears whole or not at all, the weights last."""
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: they do not belong together"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    description = {"format": FORMAT, "model": model.config.model_dump(mode="json")}
+    part = folder / f".{CONFIG}.part"
+    part.write_text(json.dumps(description, indent=2) + "\n")
+    os.replace(part, folder / CONFIG)
+    part = folder / f".{WEIGHTS}.part"
+    # named_parameters gives a tied tensor once
+    save_file(
+        {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, part, metadata={"format": str(FORMAT)}
+    )
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(part, folder / WEIGHTS)
+
+
+def from_pretrained(folder: Path, device: torch.device | str = "cpu") -> Checkpoint:
+    """The model in `folder`, in evaluation mode; UserError says what is wrong with it otherwise."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: no {name} there; a model folder is what `pmi demo` or an export writes")
+    description = read_mapping(folder / CONFIG)
+    if description.get("format") != FORMAT:
+        raise UserError(f"{folder / CONFIG}: format {description.get('format')!r}; this version reads format {FORMAT}")
+    model = PMI(validate(ModelConfig, description.get("model", {}), str(folder / CONFIG)))
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{folder / WEIGHTS}: damaged or not safetensors ({error}); copy or export the model again") from error
+    wanted = dict(model.named_parameters())
+    problems = [f"{folder / WEIGHTS}: tensor {name!r} is missing" for name in wanted.keys() - weights.keys()]
+    problems += [f"{folder / WEIGHTS}: tensor {name!r} is not part of this model" for name in weights.keys() - wanted.keys()]
+    for name in sorted(wanted.keys() & weights.keys()):
+        if wanted[name].shape != weights[name].shape:
+            shapes = f"{list(weights[name].shape)}, config.json says {list(wanted[name].shape)}"
+            problems.append(f"{folder / WEIGHTS}: tensor {name!r} is {shapes}")
+    if problems:
+        raise UserError(sorted(problems))
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(weights[name])
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}")
+    return Checkpoint(model.to(device).eval(), tokenizer, fingerprint(model))
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda`, `cuda:1`, ... as a device that exists; UserError otherwise. CUDA is untested so far."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name!r}: not a device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name!r}: this torch sees no GPU; use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name!r}: only cpu and cuda are supported")
+    return device

@@ -1,0 +1,289 @@
+"""The eight properties every model must have (docs/model.md), measured on any model; `pmi certify` runs them on a checkpoint.
+
+Each proof returns the figure it measured beside its bound. Differences are the largest absolute difference of hidden features
+divided by their root mean square. On a model whose added parts still start at zero, draw them at random first
+(`draw_zeros`): otherwise a leak through them passes unseen.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lm.model import snapshot
+from lm.model.decoder import PMI
+from lm.model.delta import MAX_NORM
+from lm.model.memory import MAX_RETENTION
+from lm.model.state import State, map_tensors
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""Largest relative difference that counts as equal, by the type the decoder computes in.
+
+float32: rounding, a little amplified by recurrence. bfloat16: 8 bits of mantissa, and a top-k choice may flip between two ways of
+computing the same features; what must be exact in any type (causality, lanes, position) is held to `EXACT`.
+"""
+EXACT = 0.0
+LIVE = 10.0
+"""A change that memory alone can carry must move later hidden features by this many tolerances (float32) at least."""
+GRADIENT_FLOOR = 1e-6
+"""Smallest gradient norm of a parameter, as a share of the median parameter's."""
+IDENTITY = snapshot.Identity("proof", "proof")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One property, measured."""
+
+    name: str
+    figure: float
+    relation: str  # how the figure must stand to the bound: "<=" or ">="
+    bound: float
+    passed: bool
+    detail: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def prove(model: PMI, seed: int = 0, segments: int = 200, progress: Callable[[str], None] = lambda name: None) -> list[Proof]:
+    """All proofs of `model` in evaluation mode; `segments` is the length of the boundedness stream."""
+    generator = torch.Generator().manual_seed(seed)
+    training = model.training
+    model.eval()
+    results = []
+    try:
+        for proof in (causality, cutting, snapshot_and_tail, gradients, _bounded(segments), lanes, liveness, far_positions):
+            progress(proof.__name__.replace("_", " "))
+            results.append(proof(model, generator))
+    finally:
+        model.train(training)
+    return results
+
+
+def draw_zeros(model: PMI, seed: int = 0) -> PMI:
+    """Give every projection that is all zero random values, as large as training would make them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not bool(parameter.any()):
+                drawn = torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
+                parameter.copy_(drawn)
+    return model
+
+
+def _below(name: str, figure: float, bound: float, detail: str = "") -> Proof:
+    return Proof(name, figure, "<=", bound, figure <= bound, detail)
+
+
+def _tokens(model: PMI, generator: torch.Generator, lanes: int, count: int) -> Tensor:
+    return torch.randint(0, model.config.vocab_size, (lanes, count), generator=generator).to(model.device)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    return float((a - b).abs().max() / b.square().mean().sqrt().clamp(min=1e-12))
+
+
+def _other(model: PMI, token: Tensor) -> Tensor:
+    return (token + model.config.vocab_size // 2) % model.config.vocab_size
+
+
+@torch.no_grad()
+def causality(model: PMI, generator: torch.Generator) -> Proof:
+    """Changing token t changes no hidden feature before t, within a segment and across segments."""
+    t = model.config.segment
+    tokens = _tokens(model, generator, 1, 3 * t + max(1, t // 2))
+    whole, _ = model(tokens, model.initial_state(1))
+    worst, at = 0.0, 0
+    places = {0, 1, t // 2, t - 1, t, t + t // 2, 2 * t - 1, 2 * t, 3 * t - 1, 3 * t, tokens.shape[1] - 1}
+    for place in sorted(p for p in places if 0 < p < tokens.shape[1]):
+        changed = tokens.clone()
+        changed[0, place] = _other(model, changed[0, place])
+        again, _ = model(changed, model.initial_state(1))
+        difference = _difference(again[:, :place], whole[:, :place])
+        worst, at = max((worst, at), (difference, place))
+    return _below("causality", worst, EXACT, f"a change at token {at} reaches back" if worst else "")
+
+
+@torch.no_grad()
+def cutting(model: PMI, generator: torch.Generator) -> Proof:
+    """The same text in one call, token by token, and cut at random gives the same hidden features and memory."""
+    t = model.config.segment
+    tokens = _tokens(model, generator, 2, 3 * t + max(1, t // 3))
+    whole, after = model(tokens, model.initial_state(2))
+    worst = 0.0
+    for steps in (
+        _singly(tokens.shape[1], 2 * t),
+        _randomly(tokens.shape[1], t, generator),
+        _randomly(tokens.shape[1], 2 * t, generator),
+    ):
+        state, pieces, first = model.initial_state(2), [], 0
+        for step in steps:
+            hidden, state = model(tokens[:, first : first + step], state)
+            pieces.append(hidden)
+            first += step
+        worst = max(worst, _difference(torch.cat(pieces, 1), whole))
+        for mine, theirs in zip(state.memories, after.memories, strict=True):
+            worst = max([worst, *(_difference(a, b) for a, b in zip(mine, theirs, strict=True))])
+    return _below("call cutting", worst, TOLERANCE[model.dtype])
+
+
+def _singly(count: int, single: int) -> list[int]:
+    return [1] * min(count, single) + ([count - single] if count > single else [])
+
+
+def _randomly(count: int, most: int, generator: torch.Generator) -> list[int]:
+    steps = []
+    while count:
+        steps.append(min(count, int(torch.randint(1, most + 1, (1,), generator=generator))))
+        count -= steps[-1]
+    return steps
+
+
+@torch.no_grad()
+def snapshot_and_tail(model: PMI, generator: torch.Generator) -> Proof:
+    """A snapshot at the last boundary and the ids since continue as if never interrupted, at every offset."""
+    t = model.config.segment
+    tokens = _tokens(model, generator, 1, 4 * t)
+    whole, _ = model(tokens, model.initial_state(1))
+    _, state = model(tokens[:, : 2 * t], model.initial_state(1))
+    stored = snapshot.dump(model, state, 0, IDENTITY)
+    offsets = range(1, t + 1) if t <= 32 else sorted({1, 2, t // 3, t // 2, t - 1, t})
+    worst = 0.0
+    for tail in offsets:  # 1..t ids: the newest token always stays in the tail
+        resumed = snapshot.load_snapshot(model, stored, IDENTITY)
+        replayed, resumed = model(tokens[:, 2 * t : 2 * t + tail], resumed)
+        onward, _ = model(tokens[:, 2 * t + tail :], resumed)
+        worst = max(worst, _difference(torch.cat([replayed, onward], 1), whole[:, 2 * t :]))
+    return _below("snapshot and tail", worst, TOLERANCE[model.dtype], f"{len(offsets)} offsets, {len(stored):,} bytes")
+
+
+def gradients(model: PMI, generator: torch.Generator) -> Proof:
+    """Every parameter gets gradient from three segments."""
+    tokens = _tokens(model, generator, 4, 3 * model.config.segment + 1)
+    # every cluster of an adaptive softmax must be hit for its parameters to be reached
+    edges = [0, *model.config.cutoffs]
+    tokens[0, : len(edges)] = torch.tensor(edges[: tokens.shape[1]], device=tokens.device)
+    model.zero_grad(set_to_none=True)
+    with torch.enable_grad():
+        hidden, _ = model(tokens[:, :-1], model.initial_state(4))
+        model.head.loss(hidden, tokens[:, 1:]).backward()
+    norms = {name: float(p.grad.norm()) if p.grad is not None else 0.0 for name, p in model.named_parameters() if p.numel()}
+    model.zero_grad(set_to_none=True)
+    median = sorted(norms.values())[len(norms) // 2]
+    least = min(norms, key=lambda name: norms[name])
+    figure = norms[least] / median if median else 0.0
+    return Proof("gradients", figure, ">=", GRADIENT_FLOOR, figure >= GRADIENT_FLOOR, f"least: {least}")
+
+
+def _bounded(segments: int) -> Callable[[PMI, torch.Generator], Proof]:
+    def bounded(model: PMI, generator: torch.Generator) -> Proof:
+        return boundedness(model, generator, segments)
+
+    return bounded
+
+
+@torch.no_grad()
+def boundedness(model: PMI, generator: torch.Generator, segments: int) -> Proof:
+    """Over a long stream memory stays finite, below its ceiling, and no larger at the end than twice its early size."""
+    if model.config.memory is None:
+        return _below("boundedness", 0.0, 2.0, "memory off")
+    t, state, sizes, ceiling = model.config.segment, model.initial_state(1), [], 0.0
+    step = max(1, min(8, segments // 8))
+    for _ in range(0, segments, step):
+        _, state = model(_tokens(model, generator, 1, step * t), state)
+        levels = [x for memory in state.memories for x in memory if x.numel()]
+        sizes.append(max(float(x.square().mean().sqrt()) for x in levels))
+        ceiling = max(ceiling, *(float(x.abs().max()) for x in levels))
+    early, late = max(sizes[: max(1, len(sizes) // 4)]), max(sizes[-max(1, len(sizes) // 4) :])
+    highest = 1 / (1 - MAX_RETENTION) * MAX_NORM
+    finite = math.isfinite(ceiling) and ceiling < highest
+    growth = late / early if finite else math.inf
+    detail = f"{segments} segments, largest element {ceiling:.3g}"
+    return _below("boundedness", growth, 2.0, detail)
+
+
+@torch.no_grad()
+def lanes(model: PMI, generator: torch.Generator) -> Proof:
+    """Lanes do not influence each other, a reset lane equals a fresh one, padding changes nothing."""
+    t = model.config.segment
+    count = 2 * t + max(1, t // 2)
+    tokens = _tokens(model, generator, 3, count)
+    hidden, state = model(tokens, model.initial_state(3))
+    changed = tokens.clone()
+    changed[1] = _other(model, changed[1])
+    others, others_state = model(changed, model.initial_state(3))
+    company = max(
+        _difference(others[[0, 2]], hidden[[0, 2]]), _state_difference(others_state.select([0, 2]), state.select([0, 2]))
+    )
+    fresh, _ = model(tokens, model.initial_state(3))
+    _, used = model(changed, model.initial_state(3))
+    reset, _ = model(tokens, model.reset(used, [0, 1, 2]))
+    renewed = _difference(reset, fresh)
+    lengths = torch.tensor([count, t + 1, 0], device=tokens.device)
+    one, state_one = model(tokens, model.initial_state(3), lengths)
+    filled = tokens.clone()
+    filled[1, t + 1 :] = _other(model, filled[1, t + 1 :])
+    filled[2] = _other(model, filled[2])
+    two, state_two = model(filled, model.initial_state(3), lengths)
+    padding = max(_difference(two, one), _state_difference(state_two, state_one))
+    worst = max(company, renewed, padding)
+    alone, _ = model(tokens[1:2, : t + 1], model.initial_state(1))
+    apart = _difference(one[1:2, : t + 1], alone)
+    passed = worst <= EXACT and apart <= TOLERANCE[model.dtype]
+    detail = f"company {company:.1e}, reset {renewed:.1e}, padding {padding:.1e}; alone against batched {apart:.1e}"
+    return Proof("lanes", worst, "<=", EXACT, passed, detail)
+
+
+def _state_difference(a: State, b: State) -> float:
+    worst = 0.0
+
+    def compare(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal worst
+        worst = max(worst, _difference(x, y)) if x.numel() else worst
+        return x
+
+    map_tensors(compare, a, b)
+    return worst
+
+
+@torch.no_grad()
+def liveness(model: PMI, generator: torch.Generator) -> Proof:
+    """A token beyond the reach of every window still moves later hidden features: memory carries it."""
+    config, t = model.config, model.config.segment
+    needed = LIVE * TOLERANCE[torch.float32]
+    if config.memory is None:
+        return Proof("liveness", 0.0, ">=", 0.0, True, "memory off")
+    reach = config.layers * config.window + t
+    place = 2 * t + t // 2  # not in the first segment: a memory that takes in only its first write is not alive
+    count = math.ceil((place + reach + 2) / t) * t
+    tokens = _tokens(model, generator, 1, count + t)
+    changed = tokens.clone()
+    around = slice(place - min(2, t // 4), place + 1)
+    changed[0, around] = _other(model, changed[0, around])
+    whole, _ = model(tokens, model.initial_state(1))
+    again, _ = model(changed, model.initial_state(1))
+    figure = _difference(again[:, count:], whole[:, count:])
+    detail = f"{count - place} tokens later, windows reach {reach}"
+    return Proof("liveness", figure, ">=", needed, figure >= needed, detail if figure >= needed else f"memory inert ({detail})")
+
+
+@torch.no_grad()
+def far_positions(model: PMI, generator: torch.Generator) -> Proof:
+    """Ten million tokens further on, everything is bit for bit the same."""
+    t = model.config.segment
+    full = math.ceil(max(1, model.config.window) / t) * t
+    tokens = _tokens(model, generator, 1, 3 * t + 1)
+    _, state = model(_tokens(model, generator, 1, full), model.initial_state(1))
+    far = state._replace(position=state.position + math.ceil(10**7 / t) * t)
+    near_hidden, near = model(tokens, state)
+    far_hidden, beyond = model(tokens, far)
+    difference = _difference(far_hidden, near_hidden)
+    moved = _state_difference(beyond._replace(position=near.position), near)
+    return _below("far positions", max(difference, moved), EXACT, f"position {int(far.position[0]):,}")

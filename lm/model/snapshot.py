@@ -1,0 +1,128 @@
+"""Snapshots: a lane's state at a segment boundary, as bytes that carry everything needed to refuse what does not fit.
+
+A snapshot is memory + window + position in safetensors form, with a format version, the fingerprints of model and tokenizer and
+a checksum. `load` treats its input as hostile: sizes, shapes, types, values and fingerprints are checked, nothing is executed.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lm.model.decoder import PMI
+from lm.model.memory import memory_shapes
+from lm.model.state import State, named_tensors, raw_bytes
+
+FORMAT = 1
+"""Version of the snapshot's layout."""
+MAX_POSITION = 2**62
+
+
+class SnapshotError(ValueError):
+    """Bytes that are not a snapshot of this model at a boundary; the message says which part does not fit."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a snapshot belongs to."""
+
+    model: str
+    tokenizer: str
+
+
+def sizes(model: PMI) -> tuple[int, int]:
+    """Bytes of a snapshot's tensors: (memory, window)."""
+    per_memory = sum(torch.Size(shape).numel() for shape in memory_shapes(model.config))
+    window = 2 * model.config.layers * model.config.window * model.config.width
+    return 4 * per_memory * model.initial_memory.count, window * torch.finfo(model.dtype).bits // 8
+
+
+def dump(model: PMI, state: State, lane: int, identity: Identity) -> bytes:
+    """The snapshot of one lane; it must be at a segment boundary."""
+    position = int(state.position[lane])
+    if position % model.config.segment:
+        raise SnapshotError(
+            f"lane {lane} is at position {position}, inside a segment of {model.config.segment}; snapshots are for boundaries"
+        )
+    tensors = {name: x.detach().cpu().contiguous() for name, x in _parts(model, state.select([lane])).items()}
+    bad = [name for name, x in tensors.items() if not bool(x.isfinite().all())]
+    if bad:
+        raise SnapshotError(f"lane {lane} is not finite in {', '.join(bad[:4])}; nothing was written")
+    metadata = {
+        "format": str(FORMAT),
+        "model": identity.model,
+        "tokenizer": identity.tokenizer,
+        "position": str(position),
+        "checksum": _checksum(tensors, position),
+    }
+    return bytes(save(tensors, metadata))
+
+
+def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
+    """The one-lane state that `data` is a snapshot of; SnapshotError if it is damaged or belongs elsewhere."""
+    metadata = _metadata(data)
+    for key, mine in (("format", str(FORMAT)), ("model", identity.model), ("tokenizer", identity.tokenizer)):
+        if metadata.get(key) != mine:
+            raise SnapshotError(f"the snapshot's {key} is {metadata.get(key)!r}, here it is {mine!r}")
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError) as error:
+        raise SnapshotError(f"damaged snapshot: {error}") from error
+    text = metadata.get("position", "")
+    if not text.isdecimal() or len(text) > 19 or int(text) > MAX_POSITION or int(text) % model.config.segment:
+        raise SnapshotError(
+            f"the snapshot's position is {text[:24]!r}; it must be a multiple of the segment {model.config.segment}"
+        )
+    position = int(text)
+    blank = model.initial_state(1)
+    wanted = _parts(model, blank)
+    if tensors.keys() != wanted.keys():
+        odd = sorted(tensors.keys() ^ wanted.keys())
+        raise SnapshotError(f"the snapshot's parts are not this model's: {', '.join(odd[:4])}")
+    for name, x in tensors.items():
+        if x.shape != wanted[name].shape or x.dtype != wanted[name].dtype:
+            mine = f"{wanted[name].dtype} {list(wanted[name].shape)}"
+            raise SnapshotError(f"{name} is {x.dtype} {list(x.shape)}, this model's is {mine}")
+        if not bool(x.isfinite().all()):
+            raise SnapshotError(f"{name} holds values that are not finite")
+    if metadata.get("checksum") != _checksum(tensors, position):
+        raise SnapshotError("the snapshot's checksum does not match its contents")
+    for name, x in _parts(model, blank).items():
+        x.detach().copy_(tensors[name])
+    return blank._replace(position=torch.full_like(blank.position, position)).detach()
+
+
+def _parts(model: PMI, state: State) -> dict[str, Tensor]:
+    """The tensors that a snapshot keeps of a one-lane state, as views of it."""
+    window = model.config.window
+    parts = dict(named_tensors(state.memories, "memory"))
+    for i, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
+        parts[f"window.{i}.keys"], parts[f"window.{i}.values"] = keys[0, :window], values[0, :window]
+    return parts
+
+
+def _metadata(data: bytes) -> dict[str, Any]:
+    """The metadata in a safetensors header, read with care: the header is JSON behind its length."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > len(data) - 8:
+        raise SnapshotError(f"damaged snapshot: {len(data)} bytes, its header claims {length}")
+    try:
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SnapshotError("damaged snapshot: its header cannot be read") from error
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise SnapshotError("damaged snapshot: its header holds no metadata")
+    return metadata
+
+
+def _checksum(tensors: dict[str, Tensor], position: int) -> str:
+    digest = hashlib.sha256(str(position).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(raw_bytes(tensors[name]))
+    return digest.hexdigest()
