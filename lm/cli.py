@@ -1,36 +1,149 @@
-"""The commands of `lm` (mounted by the console script `pmi`). Heavy imports stay inside commands, so that --help is quick."""
+"""The commands of `lm` (the console script `pmi` mounts them). Heavy imports stay inside commands: --help is quick."""
 
+import json
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from lm.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="A language model with a real memory: train it, evaluate it, serve it.",
+)
+model_app = typer.Typer(no_args_is_help=True, help="Look at model configurations.")
+app.add_typer(model_app, name="model")
+stdout = Console()
 stderr = Console(stderr=True, highlight=False)
+
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0)]
+
+
+@model_app.command(
+    "show", epilog="Example: pmi model show small --set memory.layers=all     (presets: configs/model/, or a file's path)"
+)
+def model_show(
+    name: Annotated[str, typer.Argument(help="A preset or the path of a YAML/JSON file.")],
+    set_: Set = [],  # noqa: B006
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Parameters per part and bytes of a session's snapshot, beside the paper's figures."""
+    from lm.config import load_model_config
+    from lm.model.summary import summarise
+
+    summary = summarise(name, load_model_config(name, set_))
+    if json_:
+        stdout.print_json(json.dumps(summary.row()))
+        return
+    parts = Table("part", "parameters", title=f"{name}: parameters")
+    for part, count in summary.parameters.items():
+        parts.add_row(part, f"{count:,}")
+    parts.add_section()
+    parts.add_row("total", f"{summary.total:,}", style="bold")
+    stdout.print(_right(parts))
+    snapshot = Table("part", "bytes", title="a session's snapshot (float32)")
+    snapshot.add_row("memory", f"{summary.memory_bytes:,}")
+    snapshot.add_row("window", f"{summary.window_bytes:,}")
+    stdout.print(_right(snapshot))
+    for note in summary.notes:
+        stdout.print(f"- {note}", markup=False, highlight=False)
+
+
+@app.command(epilog="Example: pmi certify runs/demo/model --json certificate.json")
+def certify(
+    checkpoint: Annotated[Path, typer.Argument(help="A model folder.")],
+    json_: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16: the type the decoder computes in.")] = "float32",
+    segments: Annotated[int, typer.Option(help="Length of the boundedness stream, in segments.", min=8)] = 200,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """Prove causality, resumability, liveness and the rest on a checkpoint; exit code 1 if one fails."""
+    from lm.model import certificate
+    from lm.model.pretrained import from_pretrained, resolve_device
+
+    with stderr.status("loading") as status:
+        loaded = from_pretrained(checkpoint, resolve_device(device))
+        proofs = certificate.certify(loaded.model, dtype, seed, segments, lambda name: status.update(f"proving: {name}"))
+    table = Table("proof", "figure", "bound", "", "", title=f"{checkpoint} ({loaded.fingerprint}, {dtype})")
+    for proof in proofs:
+        verdict = "[green]ok[/]" if proof.passed else "[red]FAILED[/]"
+        table.add_row(proof.name, f"{proof.figure:.3g}", f"{proof.relation} {proof.bound:.3g}", verdict, proof.detail)
+    stdout.print(table)
+    passed = all(proof.passed for proof in proofs)
+    if json_ is not None:
+        rows = [proof.row() for proof in proofs]
+        result = {"checkpoint": str(checkpoint), "fingerprint": loaded.fingerprint, "dtype": dtype, "seed": seed}
+        json_.write_text(json.dumps({**result, "passed": passed, "proofs": rows}, indent=2) + "\n")
+    if not passed:
+        failed = ", ".join(proof.name for proof in proofs if not proof.passed)
+        stderr.print(f"not certified: {failed}", style="red")
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: pmi generate --checkpoint runs/demo/model --prompt 'The whale' --tokens 200")
+def generate(
+    checkpoint: Annotated[Path, typer.Option(help="A model folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    tokens: Annotated[int, typer.Option(help="How many tokens to generate.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is wilder.", min=0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only.", min=1)] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+) -> None:
+    """Continue a text, streaming to the terminal."""
+    from lm.generation.sample import stream
+    from lm.model.pretrained import from_pretrained, resolve_device
+
+    loaded = from_pretrained(checkpoint, resolve_device(device))
+    sys.stdout.write(prompt)
+    for piece in stream(loaded, prompt, tokens, temperature, top_k, seed):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@app.command(epilog="Example: pmi demo --out runs/demo")
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the run goes; the model is left in OUT/model.")] = Path("runs/demo"),
+    steps: Annotated[int | None, typer.Option(help="Training steps (default: configs/train/demo.yaml).", min=1)] = None,
+    device: Device = "auto",
+) -> None:
+    """Train a small model on the bundled text (about two minutes), save it and generate from it."""
+    from lm.model.pretrained import resolve_device
+    from lm.training import demo as demonstration
+
+    demonstration.run(out, steps, resolve_device(device), stdout)
+
+
+def _right(table: Table) -> Table:
+    table.columns[1].justify = "right"
+    return table
 
 
 def run(application: typer.Typer, args: list[str] | None = None) -> int:
     """Run a command line; every mistake of the user becomes a message and exit code 2, never a traceback."""
-    command: Any = typer.main.get_command(application)
     try:
-        result = command.main(args=args, prog_name="pmi", standalone_mode=False)
-        return result if isinstance(result, int) else 0
+        application(args=args, prog_name="pmi")
     except UserError as error:
         for problem in error.problems:
             stderr.print(f"error: {problem}", markup=False, soft_wrap=True)
         return 2
-    except click.exceptions.Abort:
+    except KeyboardInterrupt:
         stderr.print("interrupted")
         return 130
-    except click.exceptions.Exit as exit_:
-        return exit_.exit_code
-    except click.ClickException as error:
-        error.show()
-        return 2
+    except SystemExit as exit_:  # how typer ends, usage errors included
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    return 0
 
 
 def main() -> None:

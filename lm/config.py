@@ -46,8 +46,8 @@ class MemoryConfig(Schema):
     """Whether the memory layers share one set of weights."""
     layers: Literal["all"] | list[int] = "all"
     """Which decoder layers carry memory, counted from 0."""
-    slots: int = Field(8, ge=1)
-    """N: slots of working memory (and of each long-term fragment)."""
+    slots: int = Field(8, ge=2)
+    """N: slots of working memory (and of each long-term fragment); with a single one there would be nothing to choose."""
     fragments: int = Field(5, ge=1)
     """C: fragments of long-term memory."""
     top_k: int | None = Field(5, ge=1)
@@ -163,6 +163,33 @@ class ModelConfig(Schema):
         return (self.memory and self.memory.width) or self.width
 
 
+class OptimiserConfig(Schema):
+    """AdamW and its schedule."""
+
+    lr: float = Field(gt=0)
+    """Peak learning rate."""
+    warmup: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """On matrices only."""
+    clip: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+
+
+class DemoConfig(Schema):
+    """What `pmi demo` trains (configs/train/demo.yaml)."""
+
+    model: str
+    overrides: list[str] = []
+    lanes: int = Field(ge=1)
+    segments: int = Field(ge=2)
+    steps: int = Field(ge=1)
+    held_out: int = Field(ge=1)
+    seed: int = 0
+    prompt: str
+    optimiser: OptimiserConfig
+
+
 AnySchema = TypeVar("AnySchema", bound=Schema)
 
 
@@ -185,6 +212,11 @@ def load_model_config(name_or_path: str, overrides: Sequence[str] = ()) -> Model
     if not path.is_file():
         raise UserError(f"model config {name_or_path!r}: neither a file nor one of the presets {model_presets()}")
     return validate(ModelConfig, override(read_mapping(path), overrides), str(name_or_path))
+
+
+def load_config(schema: type[AnySchema], name: str) -> AnySchema:
+    """A shipped configuration file by its name in configs/, without the suffix."""
+    return validate(schema, read_mapping(configs_folder() / f"{name}.yaml"), name)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

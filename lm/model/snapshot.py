@@ -39,7 +39,7 @@ def sizes(model: PMI) -> tuple[int, int]:
     """Bytes of a snapshot's tensors: (memory, window)."""
     per_memory = sum(torch.Size(shape).numel() for shape in memory_shapes(model.config))
     window = 2 * model.config.layers * model.config.window * model.config.width
-    return 4 * per_memory * model.initial_memory.count, window * torch.finfo(model.dtype).bits // 8
+    return 4 * per_memory * model.initial_memory.count, window * model.norm.weight.dtype.itemsize
 
 
 def dump(model: PMI, state: State, lane: int, identity: Identity) -> bytes:

@@ -1,0 +1,1 @@
+"""Training: the plain loop (loop.py), which everything distributed is tested against, and the demo."""
