@@ -6,22 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from lm.errors import UserError
+from lm.commands import Commands, run, stderr, stdout
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    help="A language model with a real memory: train it, evaluate it, serve it.",
-)
-model_app = typer.Typer(no_args_is_help=True, help="Look at model configurations.")
+app = Commands(help="A language model with a real memory: train it, evaluate it, serve it.")
+model_app = Commands(help="Look at model configurations.")
 app.add_typer(model_app, name="model")
-stdout = Console()
-stderr = Console(stderr=True, highlight=False)
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")]
@@ -128,22 +119,6 @@ def demo(
 def _right(table: Table) -> Table:
     table.columns[1].justify = "right"
     return table
-
-
-def run(application: typer.Typer, args: list[str] | None = None) -> int:
-    """Run a command line; every mistake of the user becomes a message and exit code 2, never a traceback."""
-    try:
-        application(args=args, prog_name="pmi")
-    except UserError as error:
-        for problem in error.problems:
-            stderr.print(f"error: {problem}", markup=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        stderr.print("interrupted")
-        return 130
-    except SystemExit as exit_:  # how typer ends, usage errors included
-        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    return 0
 
 
 def main() -> None:

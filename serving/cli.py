@@ -2,7 +2,8 @@
 
 import sys
 
-from lm.cli import app, run
+from lm.cli import app
+from lm.commands import run
 
 
 def main() -> None:

@@ -1,0 +1,75 @@
+"""How all commands behave: every mistake in the flags is reported at once, and no mistake of the user gives a traceback."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from lm.errors import UserError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+stdout = Console()
+stderr = Console(stderr=True, highlight=False)
+# typer brings its own copy of click in some versions; this is the base of its errors about flags in any
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class CheckedCommand(TyperCommand):
+    """A command that looks at all its flags before it complains of any."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; UserError with every problem found."""
+        help_ = f"see `{ctx.command_path} --help`"
+        try:
+            values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
+        except UsageError as error:
+            raise UserError(f"{_message(error)}; {help_}") from error
+        problems = []
+        for parameter in self.get_params(ctx):
+            try:
+                _, rest = parameter.handle_parse_result(ctx, values, rest)
+            except UsageError as error:
+                given = values.get(str(parameter.name))
+                got = "" if given is None else f" (got {given!r})"
+                name = parameter.opts[0] if parameter.opts[0].startswith("-") else str(parameter.name).upper()
+                problems.append(f"{name}: {_message(error)}{got}; {help_}")
+        if rest and not problems:
+            problems.append(f"unexpected arguments {' '.join(rest)!r}; {help_}")
+        if problems:
+            raise UserError(problems)
+        return super().parse_args(ctx, args)
+
+
+class Commands(typer.Typer):
+    """A group of checked commands."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, **settings
+        )
+
+    def command(self, *args: Any, **settings: Any) -> Callable[[Function], Function]:
+        """Register a command."""
+        return super().command(*args, **{"cls": CheckedCommand, **settings})
+
+
+def run(application: typer.Typer, args: list[str] | None = None) -> int:
+    """Run a command line; every mistake of the user becomes a message and exit code 2, never a traceback."""
+    try:
+        application(args=args, prog_name="pmi")
+    except UserError as error:
+        for problem in error.problems:
+            stderr.print(f"error: {problem}", markup=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        stderr.print("interrupted")
+        return 130
+    except SystemExit as exit_:  # how typer ends
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    return 0
+
+
+def _message(error: Exception) -> str:
+    return str(getattr(error, "message", error)).rstrip(".") or "is required, but was not given"
