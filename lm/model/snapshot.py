@@ -53,14 +53,15 @@ def dump(model: PMI, state: State, lane: int, identity: Identity) -> bytes:
     bad = [name for name, x in tensors.items() if not bool(x.isfinite().all())]
     if bad:
         raise SnapshotError(f"lane {lane} is not finite in {', '.join(bad[:4])}; nothing was written")
-    metadata = {
+    about = {
         "format": str(FORMAT),
         "model": identity.model,
         "tokenizer": identity.tokenizer,
         "position": str(position),
         "checksum": _checksum(tensors, position),
     }
-    return bytes(save(tensors, metadata))
+    # one entry: safetensors writes several in no fixed order, and the same content must give the same bytes
+    return bytes(save(tensors, {"snapshot": json.dumps(about, sort_keys=True)}))
 
 
 def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
@@ -112,7 +113,7 @@ def _metadata(data: bytes) -> dict[str, Any]:
     if len(data) < 8 or length > len(data) - 8:
         raise SnapshotError(f"damaged snapshot: {len(data)} bytes, its header claims {length}")
     try:
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        metadata = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["snapshot"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotError("damaged snapshot: its header cannot be read") from error
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

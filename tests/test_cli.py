@@ -1,0 +1,92 @@
+"""The command line: help that helps, mistakes answered with every problem at once, never a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.cli import app
+from lm.commands import run
+
+
+def pmi(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
+    return subprocess.run([sys.executable, "-m", "lm", *args], capture_output=True, text=True, env=env, check=False)
+
+
+def commands() -> list[list[str]]:
+    found = []
+
+    def walk(application: object, path: list[str]) -> None:
+        for command in application.registered_commands:  # type: ignore[attr-defined]
+            found.append([*path, command.name or command.callback.__name__.replace("_", "-")])
+        for group in application.registered_groups:  # type: ignore[attr-defined]
+            walk(group.typer_instance, [*path, group.name])
+
+    walk(app, [])
+    return found
+
+
+def test_help_lists_every_command() -> None:
+    result = pmi("--help")
+    assert result.returncode == 0
+    for path in commands():
+        assert path[0] in result.stdout
+
+
+@pytest.mark.parametrize("path", commands(), ids=" ".join)
+def test_every_commands_help_shows_a_worked_example(path: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, [*path, "--help"]) == 0
+    assert f"Example: pmi {' '.join(path)}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_mistake_in_the_flags_is_named_at_once() -> None:
+    result = pmi("certify", "--segments", "3", "--seed", "x")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    for part in "CHECKPOINT", "--segments", "'3'", "--seed", "'x'", "pmi certify --help":
+        assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "messages"),
+    [
+        (["model", "show", "smalll"], ["'smalll'", "'small'"]),
+        (
+            ["model", "show", "tiny", "--set", "layers=x", "--set", "memory.top_k=0", "--set", "speed=3"],
+            ["layers", "'x'", "top_k", "speed"],
+        ),
+        (["model", "show", "tiny", "--set", "heads=7"], ["7 does not divide width 64", "[1, 2, 4, 8, 16, 32, 64]"]),
+        (["model", "show", "tiny", "--set", "memory.read=working", "--set", "memory.correction=true"], ["read: both"]),
+        (["model", "show", "tiny", "--set", "memory.layers=[4]"], ["0..3"]),
+        (["model", "show", "tiny", "--set", "nothing"], ["key.path=value"]),
+        (["certify", "/nowhere"], ["/nowhere", "config.json"]),
+        (["generate", "--checkpoint", "/nowhere"], ["/nowhere"]),
+        (["certify", "/nowhere", "--device", "gpu"], ["'gpu'", "cpu"]),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_a_mistake_is_answered_with_value_and_allowed_values(
+    args: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, args) == 2
+    error = capsys.readouterr().err
+    for message in messages:
+        assert message in error
+
+
+def test_model_show_prints_the_papers_figure_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, ["model", "show", "enwik8"]) == 0
+    out = capsys.readouterr().out
+    assert "45M" in out
+    assert "98,304" in out  # memory bytes
+    assert "25,165,824" in out  # window bytes
+
+
+def test_the_demo_trains_saves_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, ["demo", "--out", str(tmp_path), "--steps", "2"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    assert run(app, ["generate", "--checkpoint", str(tmp_path / "model"), "--prompt", "Ahab", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("Ahab")
