@@ -32,7 +32,7 @@ class DeltaConfig(Schema):
     value_width: int = Field(32, ge=1)
     """Columns of each fragment's matrix."""
     convolution: int = Field(3, ge=1)
-    """Width of the causal convolution over a segment's keys and values (1: none), so that neighbours can be bound."""
+    """Width of the causal convolution over a segment's keys (1: none), so that neighbours can be bound."""
     top_k: int | None = Field(None, ge=1)
     """Competition among a segment's writes: only the strongest are kept in each fragment (null: all)."""
 

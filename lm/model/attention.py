@@ -109,13 +109,15 @@ def blocks(cached: Tensor, new: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """
     s, t = new.shape[1:3]
     before = math.ceil(window / t)  # earlier segments that a window reaches into
-    rows = torch.cat([cached[:, :window].to(new.dtype), new.flatten(1, 2)], 1)
-    after = F.pad(rows[:, rows.shape[1] - window :], (0, 0, 0, 0, 0, t))
     unreached = before * t - window
-    if unreached:
-        rows = F.pad(rows, (0, 0, 0, 0, unreached, 0))
-    rows = rows.unflatten(1, (before + s, t))
-    seen = torch.cat([rows[:, i : i + s] for i in range(before + 1)], 2)
+    old = cached[:, :window].to(new.dtype)
+    rows = torch.cat([old, new.flatten(1, 2)], 1)
+    after = F.pad(rows[:, rows.shape[1] - window :], (0, 0, 0, 0, 0, t))
+    if s == 1:
+        return rows[:, None], after
+    padded = F.pad(rows, (0, 0, 0, 0, unreached, 0)) if unreached else rows
+    earlier = padded.unflatten(1, (before + s, t))
+    seen = torch.cat([*(earlier[:, i : i + s] for i in range(before)), new], 2)
     return seen[:, :, unreached:], after
 
 

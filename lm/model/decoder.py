@@ -274,7 +274,7 @@ class PMI(nn.Module):
 
         x, keys, values, features, _ = self._layers(tokens.unflatten(1, (segments, t)), state, span, recall, False)
         if self.shared_state:
-            memories = [self._write_through(memories[0], [h[:, 0] for h in features])]
+            memories = [self._write_through(memories[0], features)]
         turned = self.rotary.angles(torch.tensor(segments * t, device=self.device), back=True)
         keys = tuple(self.rotary.rotate(k, turned) for k in keys)
         return x.flatten(1, 2), state._replace(position=position, keys=keys, values=values, memories=tuple(memories))
@@ -338,13 +338,13 @@ class PMI(nn.Module):
     def _close(self, state: State) -> State:
         """Write every lane's complete open segment to memory and move its keys and values into the window."""
         t, window = self.config.segment, self.config.window
-        features = [part.features for part in state.open]
+        features = [part.features[:, None] for part in state.open]
         with _float32(self.device):
             if self.shared_state:
                 memories: tuple[Memory, ...] = (self._write_through(state.memories[0], features),)
             else:
                 memories = tuple(
-                    self._memory(j).scan(memory, h[:, None], None, memory)[1]
+                    self._memory(j).scan(memory, h, None, memory)[1]
                     for j, (memory, h) in enumerate(zip(state.memories, features, strict=True))
                 )
         turned = self.rotary.angles(torch.tensor(t, device=self.device), back=True)
@@ -362,10 +362,10 @@ class PMI(nn.Module):
         return cast(MemoryModule, self.memories[0 if self.shared_weights else j])
 
     def _write_through(self, memory: Memory, features: list[Tensor]) -> Memory:
-        """The one global memory, written by each memory layer in turn."""
+        """The one global memory, written from a segment's features [b, 1, t, d] by each memory layer in turn."""
         with _float32(self.device):
             for j, h in enumerate(features):
-                memory = self._memory(j).scan(memory, h[:, None], None, memory)[1]
+                memory = self._memory(j).scan(memory, h, None, memory)[1]
         return memory
 
     def _readouts(self, module: MemoryModule, memories: Memory) -> Readout:

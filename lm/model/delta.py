@@ -45,30 +45,28 @@ class DeltaWrite(nn.Module):
 
     def __init__(self, width: int, fragments: int, config: DeltaConfig, convolution: int) -> None:
         super().__init__()
-        self.fragments, self.key_width, self.top_k = fragments, config.key_width, config.top_k
-        features = fragments * (config.key_width + config.value_width)
-        self.project = nn.Linear(width, features, bias=False)
+        self.top_k = config.top_k
+        self.key = nn.Linear(width, fragments * config.key_width, bias=False)
+        self.value = nn.Linear(width, fragments * config.value_width, bias=False)
         self.strength = nn.Linear(width, fragments, bias=False)
         self.strength_bias = nn.Parameter(torch.full((fragments,), -1.0))
         # fragments start with different time scales, from tens of segments to thousands
         self.retention = nn.Parameter(torch.linspace(4.0, 8.0, fragments))
-        taps = torch.randn(convolution, features) * 0.1
-        taps[0] += 1.0
-        if convolution > 1:  # keys lean on the token before: "this followed that" is the association most worth keeping
-            taps[1, : fragments * config.key_width] += 1.0
-        self.taps = nn.Parameter(taps) if convolution > 1 else None
+        if convolution > 1:  # keys start leaning on the token before: "this followed that" is what is most worth keeping
+            taps = torch.randn(convolution, fragments * config.key_width) * 0.1
+            taps[:2] += 1.0
+            self.taps: Tensor | None = nn.Parameter(taps)
+        else:
+            self.taps = None
 
     def forward(self, h: Tensor) -> Transition:
         """The maps of the segments `h [b, s, r, d]`."""
-        x = self.project(h)
+        keys = self.key(h)
         if self.taps is not None:
-            x = sum(
-                (tap * F.pad(x, (0, 0, lag, 0))[..., : x.shape[-2], :] for lag, tap in enumerate(self.taps)),
-                torch.zeros((), device=x.device),
-            )
-        keys, values = x.split([self.fragments * self.key_width, x.shape[-1] - self.fragments * self.key_width], -1)
-        keys = F.normalize(keys.unflatten(-1, (self.fragments, -1)).transpose(2, 3), dim=-1)  # [b, s, c, r, k]
-        values = values.unflatten(-1, (self.fragments, -1)).transpose(2, 3)
+            lagged = (F.pad(keys, (0, 0, lag, 0))[..., : keys.shape[-2], :] for lag in range(1, len(self.taps)))
+            keys = sum((tap * x for tap, x in zip(self.taps[1:], lagged, strict=True)), self.taps[0] * keys)
+        keys = F.normalize(keys.unflatten(-1, (len(self.retention), -1)).transpose(2, 3), dim=-1)  # [b, s, c, r, k]
+        values = self.value(h).unflatten(-1, (len(self.retention), -1)).transpose(2, 3)
         strength = (self.strength(h) + self.strength_bias).sigmoid().mT[..., None]  # [b, s, c, r, 1]
         if self.top_k is not None and self.top_k < strength.shape[-2]:
             winners, places = strength.topk(self.top_k, -2)
@@ -77,19 +75,19 @@ class DeltaWrite(nn.Module):
         solved = torch.linalg.solve_triangular(
             overlap.tril(-1), strength * torch.cat([keys, values], -1), upper=False, unitriangular=True
         )
-        erased, written = solved.split([self.key_width, values.shape[-1]], -1)
-        keep = torch.eye(self.key_width, device=h.device) - keys.mT @ erased
+        erased, written = solved.split([keys.shape[-1], values.shape[-1]], -1)
+        keep = torch.eye(keys.shape[-1], device=h.device) - keys.mT @ erased
         return Transition(self.retention.sigmoid()[:, None, None] * keep, keys.mT @ written)
 
 
 class DeltaRead(nn.Module):
-    """A token's queries to the associative matrices; the answers are normalised and gated by the token."""
+    """A token's queries to the associative matrices; the answers are normalised, and each fragment's gated by the token."""
 
     def __init__(self, width: int, memory_width: int, config: MemoryConfig) -> None:
         super().__init__()
         c, self.key_width, value_width = config.fragments, config.delta.key_width, config.delta.value_width
         self.query = nn.Linear(width, c * self.key_width, bias=False)
-        self.gate = nn.Linear(width, c * value_width)
+        self.gate = nn.Linear(width, c)
         self.norm = nn.Parameter(torch.ones(c, value_width))
         self.up = nn.Linear(c * value_width, memory_width, bias=False)
 
@@ -98,4 +96,4 @@ class DeltaRead(nn.Module):
         query = F.normalize(self.query(h).unflatten(-1, (-1, self.key_width)).transpose(2, 3), dim=-1)  # [b, s, c, t, k]
         answer = (query @ memory).transpose(2, 3)  # [b, s, t, c, v]
         scale = (answer.square().mean(-1, keepdim=True) + ANSWER_FLOOR).rsqrt()
-        return self.up((answer * scale * self.norm).flatten(-2) * self.gate(h).sigmoid())
+        return self.up((answer * (scale * self.gate(h).sigmoid()[..., None]) * self.norm).flatten(-2))

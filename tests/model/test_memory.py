@@ -119,12 +119,12 @@ def test_a_segments_delta_writes_equal_one_token_after_the_other(top_k: int | No
     for s, transition in enumerate(write(h).unbind()):
         got = advance(got, transition)
         expected = write.retention.sigmoid()[:, None, None].double() * expected
-        x = write.project(h[:, s])
+        keys = write.key(h[:, s])
         if write.taps is not None:
-            padded = torch.cat([torch.zeros(2, convolution - 1, x.shape[-1]), x], 1)
-            x = sum(tap * padded[:, convolution - 1 - lag : convolution - 1 - lag + 8] for lag, tap in enumerate(write.taps))
-        keys = torch.nn.functional.normalize(x[..., :96].unflatten(-1, (3, -1)), dim=-1).double()
-        values = x[..., 96:].unflatten(-1, (3, -1)).double()
+            padded = torch.cat([torch.zeros(2, convolution - 1, keys.shape[-1]), keys], 1)
+            keys = sum(tap * padded[:, convolution - 1 - lag : convolution - 1 - lag + 8] for lag, tap in enumerate(write.taps))
+        keys = torch.nn.functional.normalize(keys.unflatten(-1, (3, -1)), dim=-1).double()
+        values = write.value(h[:, s]).unflatten(-1, (3, -1)).double()
         strength = (write.strength(h[:, s]) + write.strength_bias).sigmoid().double()
         if top_k is not None:
             strength = torch.where(strength >= strength.topk(top_k, 1).values[:, -1:], strength, 0)
@@ -140,7 +140,7 @@ def test_conflicting_writes_cannot_pump_a_fragment_up() -> None:
     write = model.memories[0].delta_tokens
     with torch.no_grad():
         write.retention.fill_(50.0)  # never forgets
-        write.project.weight.mul_(100)
+        write.value.weight.mul_(100)
     memory = torch.zeros(1, 3, 6, 32)
     for _ in range(50):
         for transition in write(torch.randn(1, 8, 8, 32)).unbind():
