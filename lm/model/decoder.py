@@ -58,7 +58,8 @@ class Block(nn.Module):
 
     def feedforward(self, x: Tensor) -> Tensor:
         """What the feed-forward network adds to the residual stream."""
-        return self.fall(SquaredReLU.apply(self.rise(self.feedforward_norm(x))))
+        risen = self.rise(self.feedforward_norm(x))
+        return self.fall(SquaredReLU.apply(risen) if risen.requires_grad else risen.relu_().square_())
 
 
 class InitialMemory(nn.Module):

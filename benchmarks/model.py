@@ -1,0 +1,140 @@
+"""Training speed of the model: memory on against memory off, and against peers of the same size.
+
+    make bench-model                                   (all presets and thread counts)
+    python -m benchmarks.model --preset small --threads 1
+
+One forward and backward over lanes x K segments, float32, no dropout, state carried. All contenders run in turns in one process;
+a ratio is tokens/s over the reference's in the same round: median and quartiles.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import in_turns, ratio, save
+from benchmarks.peers import gpt2, transformer_xl, transformer_xl_loss
+from lm import machine
+from lm.config import load_model_config
+from lm.model import PMI
+
+LAYER = ["memory.scope=layer", "memory.parameters=separate", "memory.correction=false", "memory.top_k=5"]
+PAPER = [
+    "memory.scope=global",
+    "memory.parameters=tied",
+    "memory.layers=all",
+    "memory.correction=true",
+    "memory.consolidation=probe",
+]
+# one memory layer in four; `small` has 6 layers, so its literal 'one in four' is measured with 4 of them
+SIZES = {
+    "small": {"lanes": 16, "segments": 4, "base": [], "quarter": ["memory.layers=[1]", "layers=4"], "quarter_base": ["layers=4"]},
+    "enwik8": {"lanes": 4, "segments": 2, "base": [], "quarter": ["memory.layers=[2,5,9]"], "quarter_base": []},
+}
+
+
+def contenders(preset: str) -> dict[str, tuple[str, list[str]]]:
+    """Name -> (its reference, overrides)."""
+    size = SIZES[preset]
+    quarter = [*LAYER, *size["quarter"]]
+    found = {
+        "off": ("off", ["memory=off"]),
+        "paper": ("off", PAPER),
+        "paper without correction": ("off", [*PAPER, "memory.correction=false"]),
+        "paper, own memory per layer": ("off", [*PAPER, "memory.scope=layer", "memory.parameters=separate"]),
+    }
+    reference = "off"
+    if size["quarter_base"]:
+        reference = "off, 4 layers"
+        found[reference] = (reference, ["memory=off", *size["quarter_base"]])
+    found["1 in 4, delta, both levels"] = (reference, [*quarter, "memory.consolidation=delta"])
+    found["1 in 4, delta, long-term only"] = (reference, [*quarter, "memory.consolidation=delta", "memory.read=long_term"])
+    found["1 in 4, probe, both levels"] = (reference, [*quarter, "memory.consolidation=probe"])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(SIZES), action="append")
+    parser.add_argument("--threads", type=int, action="append")
+    parser.add_argument("--rounds", type=int, default=12)
+    args = parser.parse_args()
+    machine.keep_pages()
+    for preset in args.preset or list(SIZES):
+        for threads in args.threads or [1, 2]:
+            measure(preset, threads, args.rounds)
+
+
+def measure(preset: str, threads: int, rounds: int) -> None:
+    torch.set_num_threads(threads)
+    size, console = SIZES[preset], Console()
+    lanes, segments = size["lanes"], size["segments"]
+    config = load_model_config(preset, ["memory=off", "dropout=0"])
+    tokens = torch.randint(0, config.vocab_size, (lanes, segments * config.segment + 1))
+    named = contenders(preset)
+    steps: dict[str, Callable[[], None]] = {}
+    for name, (_, overrides) in named.items():
+        torch.manual_seed(0)
+        steps[name] = _ours(PMI(load_model_config(preset, [*overrides, "dropout=0"])), tokens)
+    steps["x-transformers XL"] = _xl(transformer_xl(config), tokens, config.segment)
+    steps["GPT-2"] = _gpt2(gpt2(config, config.segment + config.window), tokens, config.segment + config.window)
+    seconds = in_turns(steps, rounds)
+    count = lanes * segments * config.segment
+    table = Table("contender", "tokens/s", "over memory off", "over x-transformers XL", "over GPT-2",
+                  title=f"{preset}, {threads} thread(s): {lanes} lanes x {segments} segments x {config.segment} tokens")  # fmt: skip
+    rows = []
+    for name, taken in seconds.items():
+        reference = named[name][0] if name in named else "off"
+        smaller = "4 layers" in reference
+        row = {
+            "contender": name,
+            "tokens_per_second": count / sorted(taken)[len(taken) // 2],
+            "reference": reference,
+            "over_off": ratio(taken, seconds[reference]),
+            "over_xl": None if smaller else ratio(taken, seconds["x-transformers XL"]),
+            "over_gpt2": None if smaller else ratio(taken, seconds["GPT-2"]),
+        }
+        rows.append(row)
+        cells = [str(row[key]) if row[key] else "" for key in ("over_off", "over_xl", "over_gpt2")]
+        table.add_row(name, f"{row['tokens_per_second']:,.0f}", *cells)
+    console.print(table)
+    save(f"model_{preset}_{threads}", {"preset": preset, "threads": threads, "rounds": rounds, "tokens": count, "rows": rows})
+
+
+def _ours(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:
+    state = model.initial_state(tokens.shape[0])
+    with torch.no_grad():
+        state = model(tokens[:, :-1], state)[1]  # a full window, as in the middle of a document
+
+    def step() -> None:
+        hidden, _ = model(tokens[:, :-1], state)
+        model.head.loss(hidden, tokens[:, 1:]).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _xl(model: torch.nn.Module, tokens: torch.Tensor, segment: int) -> Callable[[], None]:
+    def step() -> None:
+        transformer_xl_loss(model, tokens, segment).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _gpt2(model: torch.nn.Module, tokens: torch.Tensor, context: int) -> Callable[[], None]:
+    inputs = tokens[:, :-1].reshape(-1, context)
+    targets = tokens[:, 1:].reshape(-1, context)
+
+    def step() -> None:
+        logits = model(inputs, use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
