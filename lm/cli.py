@@ -7,9 +7,11 @@ import click
 import typer
 from rich.console import Console
 
+from lm.data.cli import app as data_app
 from lm.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app.add_typer(data_app, name="data")
 stderr = Console(stderr=True, highlight=False)
 
 
