@@ -32,8 +32,9 @@ def prepare(
         str | None, typer.Option(help="Put everything into this split: train, validation, test or dev.")
     ] = None,
     holdout: Annotated[
-        float, typer.Option(help="text without split folders: the share of validation and of test, cut from the end.")
-    ] = 0.05,
+        float | None,
+        typer.Option(help="text without split folders: the share of validation and of test, cut from the end (0.05)."),
+    ] = None,
     pattern: Annotated[
         str | None, typer.Option(help="Which files of a folder or archive to read, such as '*.md'.")
     ] = None,

@@ -53,11 +53,8 @@ class Batch(NamedTuple):
         return (offsets < self.lengths[:, :, None]).view(lanes, -1)
 
 
-class Part(NamedTuple):
-    """What a lane reads in one go: tokens `start` to `stop` of the split, all of one document."""
-
-    start: int
-    stop: int
+Parts = NDArray[np.int64]
+"""[parts, 2]: what a lane reads one after the other, each from a first to a last token of the split (exclusive)."""
 
 
 class Lanes:
@@ -69,7 +66,7 @@ class Lanes:
         self.data, self.split = data, data.split(split)
         self.lanes, self.segment, self.seed = lanes, segment, seed
         self._lengths = np.asarray(self.split.lengths)
-        _check(lanes, segment, rank, world, int(_segments(self._lengths, segment).sum()), split)
+        _check(lanes, segment, rank, world, self._lengths, split)
         self.own = range(lanes * rank // world, lanes * (rank + 1) // world)
         self._cursors = dict.fromkeys(self.own, (0, 0, 0))
         self._plan = lru_cache(maxsize=EPOCHS_KEPT)(self._planned)
@@ -89,10 +86,10 @@ class Lanes:
             parts = self._plan(epoch)[lane]
             filled = 0
             while filled < k:
-                part = parts[item]
-                left = -(-(part.stop - part.start) // segment) - offset
+                start, stop = parts[item].tolist()
+                left = -(-(stop - start) // segment) - offset
                 count = min(left, k - filled)
-                first, last = part.start + offset * segment, min(part.stop, part.start + (offset + count) * segment)
+                first, last = start + offset * segment, min(stop, start + (offset + count) * segment)
                 self._fill(tokens[row], targets[row], filled * segment, first, last, reset=offset == 0)
                 lengths[row, filled : filled + count] = segment
                 lengths[row, filled + count - 1] = last - first - (count - 1) * segment
@@ -121,35 +118,33 @@ class Lanes:
         else:
             tokens[at : at + count] = read[:-1]
 
-    def _planned(self, epoch: int) -> list[list[Part]]:
-        """What each lane (of all ranks) reads in an epoch."""
+    def _planned(self, epoch: int) -> dict[int, Parts]:
+        """What each of this rank's lanes reads in an epoch."""
         order = shuffled(len(self._lengths), self.seed, epoch)
-        if len(order) >= DOCUMENTS_PER_LANE * self.lanes:
-            dealt = deal(_segments(self._lengths, self.segment), order, self.lanes)
-            return [[self._part(document) for document in documents] for documents in dealt]
-        return self._cut(order)
+        if len(order) < DOCUMENTS_PER_LANE * self.lanes:
+            stretches = self._cut(order)
+            return {lane: np.asarray(stretches[lane], dtype=np.int64) for lane in self.own}
+        dealt = deal(_segments(self._lengths, self.segment), order, self.lanes)
+        bounds = np.stack([self.split.index[:, 0], self.split.index[:, 0] + self._lengths], axis=1)
+        return {lane: bounds[dealt[lane]] for lane in self.own}
 
-    def _part(self, document: int) -> Part:
-        start, length = self.split.index[document, :2].tolist()
-        return Part(start, start + length)
-
-    def _cut(self, order: NDArray[np.int64]) -> list[list[Part]]:
+    def _cut(self, order: NDArray[np.int64]) -> list[list[tuple[int, int]]]:
         """One stretch per lane, of equal segments (to one): the documents end to end, cut where a stretch ends."""
         total = int(_segments(self._lengths, self.segment).sum())
         ends = [total * (lane + 1) // self.lanes for lane in range(self.lanes)]
-        plan: list[list[Part]] = [[] for _ in range(self.lanes)]
+        stretches: list[list[tuple[int, int]]] = [[] for _ in range(self.lanes)]
         lane = position = 0
         for document in order.tolist():
-            start, stop = self._part(document)
+            start, length = self.split.index[document, :2].tolist()
+            stop = start + length
             while start < stop:
-                room = (ends[lane] - position) * self.segment
-                end = min(stop, start + room)
-                plan[lane].append(Part(start, end))
+                end = min(stop, start + (ends[lane] - position) * self.segment)
+                stretches[lane].append((start, end))
                 position += -(-(end - start) // self.segment)
                 start = end
                 if position == ends[lane]:
                     lane += 1
-        return plan
+        return stretches
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank's lanes stand: a small JSON-able value. `merge_states` joins those of all ranks.
@@ -200,8 +195,9 @@ def merge_states(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """0..count-1 in an order given by (seed, epoch), the same on every machine and with every version of NumPy."""
     with np.errstate(over="ignore"):
-        salt = _mix(_mix(np.full(1, seed % 2**64, dtype=np.uint64)) + np.uint64(epoch))
-        return np.argsort(_mix(salt + np.arange(count, dtype=np.uint64)), kind="stable")
+        words = np.array([seed % 2**64, epoch], dtype=np.uint64)
+        salt = _mix(_mix(words[:1]) + words[1:])
+        return np.argsort(_mix(salt + np.arange(count).astype(np.uint64)), kind="stable")
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -234,8 +230,9 @@ def _cursor(value: Any) -> tuple[int, int, int]:
     return epoch, item, offset
 
 
-def _check(lanes: int, segment: int, rank: int, world: int, segments: int, split: str) -> None:
+def _check(lanes: int, segment: int, rank: int, world: int, lengths: NDArray[np.int64], split: str) -> None:
     problems = []
+    segments = int(_segments(lengths, max(segment, 1)).sum())
     if segment < 1:
         problems.append(f"lanes: segment {segment}: must be at least 1")
     elif not 1 <= lanes <= segments:

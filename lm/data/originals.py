@@ -42,10 +42,10 @@ class Original:
     """Which files of a folder or archive belong to it."""
     split_of: Callable[[str], str | None] | None
     """The split that a file belongs to by its name; where there is no such rule, splits are cut from the whole text."""
-    holdout: float = 0.05
-    """Where splits are cut: the share of the validation split and of the test split, at the end of the text."""
     whole_lines: bool = True
     """Where splits are cut: cut after a newline."""
+    utf8: bool = True
+    """The text must be UTF-8 (Enwik8 is bytes: it ends inside a character)."""
     required: tuple[str, ...] = ("train", "validation", "test")
     sums: Mapping[str, Sum] = field(default_factory=dict)
     """The original's text by split (`all`: the whole)."""
@@ -141,6 +141,7 @@ ORIGINALS: dict[str, Original] = {
             pattern="enwik8*",
             split_of=None,
             whole_lines=False,
+            utf8=False,
             sums={"all": Sum(100_000_000, "a1fa5ffddb56f4953e226637dabbb36a")},
             fetch=_fetch_enwik8,
         ),

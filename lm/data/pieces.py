@@ -10,7 +10,7 @@ Trained by `pmi data prepare pg19|text ...`; saved as `tokenizer.json` + `pieces
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from lm.errors import UserError
 FILE = "pieces.model"
 TYPES = ("unigram", "bpe")
 SPACE = "\u2581"
-LONGEST_LINE = 1 << 16
-"""Longer lines are left out of training (SentencePiece's own default, 4,192 bytes, loses unwrapped paragraphs)."""
+LINE = 4096
+"""Characters of a training line; longer ones are cut, for SentencePiece leaves long lines out."""
 
 
 class PieceTokenizer(Tokenizer):
@@ -51,14 +51,14 @@ class PieceTokenizer(Tokenizer):
         return bytes(piece.replace(SPACE, " ").encode())
 
     @classmethod
-    def train(cls, lines: Iterable[str], vocab_size: int, model_type: str, threads: int = 2) -> "PieceTokenizer":
-        """A tokenizer of `vocab_size` pieces learned from `lines`; UserError where they are too few for it."""
+    def train(cls, texts: Iterable[str], vocab_size: int, model_type: str, threads: int = 2) -> "PieceTokenizer":
+        """A tokenizer of `vocab_size` pieces learned from `texts`; UserError where they are too few for it."""
         if model_type not in TYPES:
             raise UserError(f"SentencePiece type {model_type!r} is unknown; allowed: {', '.join(TYPES)}")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(line for line in lines if line),
+                sentence_iterator=_lines(texts),
                 model_writer=model,
                 vocab_size=vocab_size,
                 model_type=model_type,
@@ -69,7 +69,7 @@ class PieceTokenizer(Tokenizer):
                 byte_fallback=True,
                 split_digits=True,
                 character_coverage=0.9999,
-                max_sentence_length=LONGEST_LINE,
+                max_sentence_length=4 * LINE,
                 unk_id=0,
                 bos_id=1,
                 eos_id=-1,
@@ -108,6 +108,14 @@ class PieceTokenizer(Tokenizer):
             raise UserError(f"{folder / FILE}: not a SentencePiece model ({error}); restore the folder") from error
 
 
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """What SentencePiece learns from: lines, without tabs (it would leave out a line that has one)."""
+    for text in texts:
+        for line in text.replace("\t", " ").split("\n"):
+            for start in range(0, len(line), LINE):
+                yield line[start : start + LINE]
+
+
 def _explained(error: Exception, vocab_size: int) -> UserError:
     message = str(error)
     limit = re.search(r"value <= (\d+)", message)
@@ -116,7 +124,7 @@ def _explained(error: Exception, vocab_size: int) -> UserError:
             f"--vocab-size {vocab_size}: the training split is too small for so many pieces; "
             f"at most {limit.group(1)} here, or use --tokenizer bytes"
         )
-    if "smaller than required_chars" in message or "required_chars" in message:
+    if "required_chars" in message:
         return UserError(
             f"--vocab-size {vocab_size}: too few pieces for the characters of the training split ({message.strip()}); "
             "use a larger one, or --tokenizer bytes"

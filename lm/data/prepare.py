@@ -5,37 +5,28 @@
 While it runs, DIR/.work holds the staged text and a record per finished shard; the manifest is written last.
 """
 
-import ctypes
 import errno
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
-
-from lm.data.files import sha256_of, write_atomically
+from lm.data.files import write_atomically
 from lm.data.originals import ORIGINALS, Original, differences
-from lm.data.pieces import LONGEST_LINE, PieceTokenizer
-from lm.data.prepared import MANIFEST, SPLITS, Manifest, Shard, Split
+from lm.data.pieces import PieceTokenizer
+from lm.data.prepared import MANIFEST, SPLITS, WORK, Manifest, Split, open_prepared, read_manifest
+from lm.data.shards import text_of, write_shards
 from lm.data.staging import Planned, Span, Staged, assign, stage, sums_by_split
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_kinds
 from lm.data.words import WordTokenizer
 from lm.errors import UserError
 
-WORK = ".work"
-SHARD_BYTES = 16 << 20
-"""Text per shard: what an interruption can cost, and what one process holds in memory."""
 LISTED_FILES = 1000
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -55,7 +46,8 @@ class Request:
     """How much of the training split SentencePiece learns from."""
     articles: bool = False
     split: str | None = None
-    holdout: float = 0.05
+    holdout: float | None = None
+    """The share of validation and of test, where a text without split folders is cut."""
     pattern: str | None = None
     processes: int | None = None
     downloads: Path = Path("~/.cache/pmi")
@@ -81,7 +73,9 @@ class Request:
             yield f"--tokenizer {self.tokenizer!r}: neither one of {known} nor a folder with a tokenizer"
         if self.split is not None and self.split not in SPLITS:
             yield f"--split {self.split!r}: unknown; allowed: {', '.join(SPLITS)}"
-        if not 0 <= self.holdout < 0.5:
+        if self.holdout is not None and self.dataset != "text":
+            yield f"--holdout {self.holdout}: only for text, {self.dataset} has splits of its own"
+        elif self.holdout is not None and not 0 <= self.holdout < 0.5:
             yield f"--holdout {self.holdout}: must be at least 0 and below 0.5"
         for name in ("vocab_size", "sample_megabytes", "processes"):
             value = getattr(self, name)
@@ -105,8 +99,7 @@ def prepare(request: Request, force: bool = False, say: Callable[[str], None] = 
             source = original.fetch(request.downloads.expanduser())
         say(f"reading {source}")
         pattern = request.pattern or original.pattern
-        check = original.name != "enwik8"  # Enwik8 is bytes: it ends inside a character
-        staged = stage(source, original, work / "staged", pattern, request.articles, check)
+        staged = stage(source, work / "staged", pattern, articles=request.articles, utf8=original.utf8)
         for name in staged.empty[:3]:
             say(
                 f"left out, it has no text: {name}"
@@ -121,8 +114,9 @@ def prepare(request: Request, force: bool = False, say: Callable[[str], None] = 
             raise
         splits = assign(staged, original, source, request.split, request.holdout)
         tokenizer = _tokenizer(request, original, staged, splits, work, say)
+        (out / MANIFEST).unlink(missing_ok=True)  # with --force: from here on the folder is not whole
         tokenizer.save(out)
-        done_splits = _tokenize(request, staged, splits, tokenizer, work)
+        done_splits = write_shards(out, staged, splits, tokenizer, _processes(request))
         counts = _counts(request, original, tokenizer, done_splits)
         found = differences(original, sums, counts)
         if missing := [name for name in original.required if name not in done_splits]:
@@ -171,12 +165,11 @@ def _already(request: Request, force: bool) -> Manifest | None:
             raise UserError(f"--out {out}: holds other files; name an empty or new folder")
         return None
     if force:
-        path.unlink()
-        (out / WORK).mkdir(exist_ok=True)
         return None
-    manifest = Manifest.model_validate_json(path.read_bytes())
+    manifest = read_manifest(out)
     if manifest.request == request.remembered():
-        return manifest
+        shutil.rmtree(out / WORK, ignore_errors=True)  # left where a run ended just after its manifest
+        return open_prepared(out).manifest
     changed = {key: value for key, value in manifest.request.items() if request.remembered().get(key) != value}
     raise UserError(f"--out {out}: holds data prepared with {changed}; name another folder, or replace it with --force")
 
@@ -241,20 +234,19 @@ def _tokenizer(
         options += [request.vocab_size, request.model_type]
     digest = hashlib.sha256(json.dumps(options).encode())
     for span in spans:
-        digest.update(_text(staged.blocks, span))
+        digest.update(text_of(staged.blocks, span))
     key, kept = digest.hexdigest(), work / "tokenizer"
     if (kept / "key").is_file() and (kept / "key").read_text() == key:
         return load_tokenizer(kept)
     size = sum(span.stop - span.start for span in spans)
-    contents = (_text(staged.blocks, span).decode("utf-8", errors="replace") for span in spans)
+    contents = (text_of(staged.blocks, span).decode("utf-8", errors="replace") for span in spans)
     tokenizer: Tokenizer
     if kind == "words":
         say(f"building the word vocabulary from {size / 1e6:,.1f} MB")
         tokenizer = WordTokenizer.build(contents)
     else:
         say(f"training SentencePiece ({request.model_type}, {request.vocab_size:,} pieces) on {size / 1e6:,.1f} MB")
-        lines = (line for content in contents for line in content.split("\n") if len(line) < LONGEST_LINE)
-        tokenizer = PieceTokenizer.train(lines, request.vocab_size, request.model_type, _processes(request))
+        tokenizer = PieceTokenizer.train(contents, request.vocab_size, request.model_type, _processes(request))
     tokenizer.save(kept)
     write_atomically(kept / "key", key.encode())
     return tokenizer
@@ -273,111 +265,6 @@ def _sample(spans: list[Span], limit: int) -> list[Span]:
     return chosen
 
 
-def _tokenize(
-    request: Request, staged: Staged, splits: dict[str, list[Planned]], tokenizer: Tokenizer, work: Path
-) -> dict[str, Split]:
-    """Write every shard, in parallel, and each split's index."""
-    rows: list[dict[str, Any]] = []
-    for split, documents in splits.items():
-        spans = [(span, number) for number, document in enumerate(documents) for span in document.spans]
-        for number, group in enumerate(_groups(spans)):
-            row = {"file": f"{split}-{number:05}.bin", "split": split}
-            rows.append(row | {"spans": [list(span) for span, _ in group], "documents": [n for _, n in group]})
-    table = datasets.Dataset.from_list(rows)
-    done = table.map(
-        write_shard,
-        fn_kwargs={"blocks": staged.blocks, "out": str(request.out), "fingerprint": tokenizer.fingerprint()},
-        num_proc=min(_processes(request), len(rows)),
-        keep_in_memory=True,
-        new_fingerprint=hashlib.sha256(os.urandom(16)).hexdigest()[:16],  # never from a cache: files are the result
-        desc="Tokenizing (shards)",
-    )
-    return {name: _indexed(request.out, name, documents, done) for name, documents in splits.items()}
-
-
-def _groups(spans: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
-    group: list[tuple[Span, int]] = []
-    size = 0
-    for span, document in spans:
-        group.append((span, document))
-        size += span.stop - span.start
-        if size >= SHARD_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def write_shard(row: dict[str, Any], blocks: Any, out: str, fingerprint: str) -> dict[str, Any]:
-    """Tokenize one shard's text and write it, unless it is there already; runs in a process of `datasets`."""
-    _die_with_parent()
-    folder = Path(out)
-    tokenizer = _load(folder, fingerprint)
-    spans = [Span(*span) for span in row["spans"]]
-    contents = [_text(blocks, span) for span in spans]
-    key = hashlib.sha256(f"{fingerprint} {row['documents']} {spans}".encode())
-    for content in contents:
-        key.update(content)
-    path, record = folder / row["file"], folder / WORK / f"{row['file']}.json"
-    try:
-        found: dict[str, Any] = json.loads(record.read_text())
-        if found["key"] == key.hexdigest() and path.stat().st_size == sum(found["tokens"]) * tokenizer.dtype.itemsize:
-            return found
-    except (OSError, ValueError, KeyError):
-        pass  # no record, or one of another attempt: the shard is written
-    arrays = []
-    for content, span in zip(contents, spans, strict=True):
-        ids = tokenizer.encode_bytes(content)
-        if tokenizer.lossless and tokenizer.decode_bytes(ids.tolist()) != content:
-            raise UserError(
-                f"block {span.block}: decode(encode(text)) is not the text with tokenizer {tokenizer.kind}; "
-            )
-        arrays.append(ids.astype(tokenizer.dtype.newbyteorder("<")))
-    tokens = np.concatenate(arrays)
-    raw = tokens.view(np.uint8).data
-    write_atomically(path, raw)
-    result = {
-        "key": key.hexdigest(),
-        "sha256": hashlib.sha256(raw).hexdigest(),
-        "tokens": [len(array) for array in arrays],
-        "words": [len(content.split()) for content in contents],
-        "bytes": [len(content) for content in contents],
-        "unknown": int((tokens == tokenizer.unknown).sum()) if tokenizer.unknown is not None else 0,
-    }
-    write_atomically(record, json.dumps(result).encode())
-    return result
-
-
-def _indexed(out: Path, name: str, documents: list[Planned], shards: Any) -> Split:
-    """Write a split's document index and names, and sum up its counts."""
-    index = np.zeros((len(documents), 4), dtype=np.int64)
-    files: list[Shard] = []
-    unknown = 0
-    for row in shards:
-        if row["split"] != name:
-            continue
-        numbers = np.asarray(row["documents"])
-        for column, what in enumerate(("tokens", "words", "bytes"), start=1):
-            np.add.at(index[:, column], numbers, row[what])
-        files.append(Shard(file=row["file"], tokens=sum(row["tokens"]), sha256=row["sha256"]))
-        unknown += row["unknown"]
-    index[1:, 0] = np.cumsum(index[:-1, 1])
-    buffer = io.BytesIO()
-    np.save(buffer, index)
-    write_atomically(out / f"{name}.index.npy", buffer.getvalue())
-    write_atomically(out / f"{name}.names.txt", "".join(f"{document.name}\n" for document in documents).encode())
-    totals = index.sum(axis=0).tolist()
-    return Split(
-        documents=len(documents),
-        tokens=totals[1],
-        words=totals[2],
-        bytes=totals[3],
-        unknown=unknown,
-        index_sha256=sha256_of(out / f"{name}.index.npy"),
-        shards=files,
-    )
-
-
 def _remove_strangers(out: Path, manifest: Manifest) -> None:
     """Remove shards and indexes of an earlier attempt that this manifest does not name."""
     named = {shard.file for split in manifest.splits.values() for shard in split.shards}
@@ -390,24 +277,3 @@ def _remove_strangers(out: Path, manifest: Manifest) -> None:
 
 def _processes(request: Request) -> int:
     return request.processes or len(os.sched_getaffinity(0))
-
-
-def _text(blocks: Any, span: Span) -> bytes:
-    text: bytes = blocks[span.block]["text"]
-    return text[span.start : span.stop]
-
-
-@lru_cache(maxsize=1)
-def _load(folder: Path, fingerprint: str) -> Tokenizer:
-    return load_tokenizer(folder)
-
-
-def _die_with_parent() -> None:
-    """On Linux a worker ends when `pmi data prepare` is killed, instead of waiting forever for work."""
-    from multiprocess import parent_process  # type: ignore[import-untyped]
-
-    if parent_process() is not None and hasattr(ctypes, "CDLL"):
-        set_parent_death_signal = 1
-        with_libc = getattr(ctypes.CDLL(None), "prctl", None)
-        if with_libc is not None:
-            with_libc(set_parent_death_signal, signal.SIGKILL)

@@ -24,6 +24,8 @@ from lm.data.tokenizer import Tokenizer, load_tokenizer
 from lm.errors import UserError, collecting, from_validation
 
 MANIFEST = "manifest.json"
+WORK = ".work"
+"""Beside the manifest while data is being prepared; gone when the folder is whole."""
 SPLITS = ("train", "validation", "test", "dev")
 RELEASE_AFTER = 64 << 20
 """Bytes read through the map before its pages are given back, so that resident memory stays flat on any corpus."""
@@ -171,6 +173,18 @@ class Prepared:
         return iter(self.split(split))
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder; UserError where there is none, or none that can be read."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        what = "prepared data that is not whole" if (folder / WORK).is_dir() else "no prepared data"
+        raise UserError(f"{folder}: {what} (no {MANIFEST}); run (again) `pmi data prepare ... --out {folder}`")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise from_validation(error, str(path)) from error
+
+
 def open_prepared(folder: Path | str, verify: bool = False, tokenizer: str | None = None) -> Prepared:
     """Open a prepared folder; UserError with every problem found (missing or changed files, wrong tokenizer).
 
@@ -178,14 +192,7 @@ def open_prepared(folder: Path | str, verify: bool = False, tokenizer: str | Non
     the caller's model was trained with.
     """
     folder = Path(folder)
-    path = folder / MANIFEST
-    if not path.is_file():
-        what = "prepared data that is not whole" if (folder / ".work").is_dir() else "no prepared data"
-        raise UserError(f"{folder}: {what} (no {MANIFEST}); run (again) `pmi data prepare ... --out {folder}`")
-    try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise from_validation(error, str(path)) from error
+    manifest = read_manifest(folder)
     with collecting() as problems:
         for name, split in manifest.splits.items():
             problems += _problems(folder, name, split, np.dtype(manifest.dtype).itemsize, verify)

@@ -21,6 +21,8 @@ from lm.errors import UserError
 
 ARTICLE = re.compile(rb" = [^=].* = \n")
 """WikiText's first-level heading; it opens an article where an empty line stands before and after it."""
+HOLDOUT = 0.05
+"""The share of the validation split and of the test split where they are cut from the end (Enwik8: 90M/5M/5M)."""
 ROWS_AT_A_TIME = 16
 """Blocks held in memory while staging."""
 
@@ -59,8 +61,8 @@ class Staged:
     """Names of documents without text; they are left out."""
 
 
-def stage(source: Path, original: Original, folder: Path, pattern: str, articles: bool, check: bool) -> Staged:
-    """Read `source` into blocks under `folder`; with `check` each block must be UTF-8."""
+def stage(source: Path, folder: Path, pattern: str, articles: bool, utf8: bool) -> Staged:
+    """Read `source` into blocks under `folder`; with `utf8` the text must be that."""
     documents: list[Planned] = []
     blocks_read = 0
     files: dict[str, Sum] = {}
@@ -74,7 +76,7 @@ def stage(source: Path, original: Original, folder: Path, pattern: str, articles
             before = len(documents)
             whole: Iterable[tuple[str | None, bytes]] = ((None, block) for block in reading.blocks())
             for title, block in _articles(reading.blocks()) if articles else whole:
-                if check:
+                if utf8:
                     decoded(block, reading.name, offset)
                 offset += len(block)
                 if title is not None or len(documents) == before:
@@ -108,7 +110,7 @@ def _or_placeholder(rows: Callable[[], Iterator[dict[str, bytes]]]) -> Iterator[
 
 
 def _articles(blocks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    """The articles of a WikiText file in their order, each with its title and from the empty line before its heading."""
+    """The articles of a WikiText file in their order, each with its title and the empty line before its heading."""
     title = ""
     lines: list[bytes] = []
     for line in (line for block in blocks for line in block.splitlines(keepends=True)):
@@ -123,7 +125,7 @@ def _articles(blocks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 def assign(
-    staged: Staged, original: Original, source: Path, split: str | None, holdout: float
+    staged: Staged, original: Original, source: Path, split: str | None, holdout: float | None
 ) -> dict[str, list[Planned]]:
     """The documents of each split: by the user's word, by their names, or cut from the end of the text."""
     if not staged.files:
@@ -139,7 +141,7 @@ def assign(
         if len(nowhere) == len(named) and not original.required:
             split_of = None
     if split_of is None:
-        return _checked(_cut(staged, holdout, original.whole_lines), staged, source)
+        return _checked(_cut(staged, HOLDOUT if holdout is None else holdout, original.whole_lines), staged, source)
     if nowhere:
         raise UserError(
             f"--source {source}: {nowhere[0]!r} ({len(nowhere)} such) belongs to no split by its name; put it under "
