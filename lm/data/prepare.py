@@ -57,7 +57,7 @@ class Request:
         fields = asdict(self)
         for name in ("out", "processes", "downloads"):
             del fields[name]
-        return fields | {"source": str(self.source) if self.source else None}
+        return fields | {"source": str(self.source.resolve()) if self.source else None}
 
     def problems(self) -> Iterator[str]:
         """Everything that is wrong with it."""
@@ -196,17 +196,17 @@ def _explaining(out: Path) -> Iterator[None]:
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, UserError):
+            if isinstance(cause, UserError | KeyboardInterrupt):  # `datasets` turns Ctrl-C into a time-out of its own
                 raise cause from None
             full = isinstance(cause, OSError) and (cause.errno in FULL_DISK or "disk space" in str(cause))
             if full:
-                free = shutil.disk_usage(out).free
+                free = shutil.disk_usage(out if out.exists() else Path()).free
                 raise UserError(
                     f"--out {out}: the disk is full or a file may not grow ({free >> 20:,} MB free); make room and run "
                     "the same command again: finished shards are kept"
                 ) from error
-            if isinstance(cause, PermissionError):
-                raise UserError(f"{cause.filename}: {cause.strerror}; allow it or name another --out") from error
+            if isinstance(cause, OSError) and cause.filename is not None:
+                raise UserError(f"{cause.filename}: {cause.strerror}; mend that or name another --out") from error
             cause = cause.__cause__ or cause.__context__
         raise
 
@@ -223,6 +223,8 @@ def _tokenizer(
     kind = request.tokenizer or original.tokenizer
     if kind == "bytes":
         return ByteTokenizer()
+    if not original.utf8:
+        raise UserError(f"--tokenizer {kind}: {original.name} is cut inside characters; allowed: bytes")
     if kind not in tokenizer_kinds():
         return load_tokenizer(Path(kind))
     if "train" not in splits:

@@ -54,6 +54,11 @@ class Split(BaseModel):
     index_sha256: str
     shards: list[Shard]
 
+    @property
+    def unknown_rate(self) -> float:
+        """The share of tokens that are unknown: what evaluation prints beside a figure on partial data."""
+        return self.unknown / self.tokens
+
 
 class Manifest(BaseModel):
     """What a prepared folder holds, and of what it was made."""
@@ -132,7 +137,7 @@ class PreparedSplit:
     def names(self) -> list[str]:
         """The documents' names, in order."""
         if self._names is None:
-            self._names = (self.folder / f"{self.name}.names.txt").read_text("utf-8").split("\n")[:-1]
+            self._names = (self.folder / f"{self.name}.names.txt").read_bytes().decode().split("\n")[:-1]
         return self._names
 
     def read(self, start: int, stop: int) -> NDArray[Any]:

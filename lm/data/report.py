@@ -18,13 +18,15 @@ def padding_share(lengths: NDArray[np.int64], segment: int) -> float:
 
 
 def summary(manifest: Manifest) -> Table:
-    """Counts per split; `/word` and `/byte` are tokens per word and per byte."""
-    title = f"{manifest.dataset}, {manifest.vocab_size:,} ids" + (", partial" if manifest.partial else "")
+    """Counts per split, and the share of unknown tokens where there are any."""
+    partial = ", partial" if manifest.partial else ""
+    title = f"{manifest.dataset}, {manifest.vocab_size:,} ids{partial} (/word, /byte: tokens per word and byte)"
     table = Table(
         title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False, padding=(0, 0, 0, 2)
     )
     table.add_column("split", no_wrap=True)
-    for name in ("documents", "tokens", "words", "bytes", "/word", "/byte", "unknown"):
+    unknown = any(split.unknown for split in manifest.splits.values())
+    for name in ("documents", "tokens", "words", "bytes", "/word", "/byte", *(["unknown"] if unknown else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for name, split in manifest.splits.items():
         table.add_row(
@@ -32,7 +34,7 @@ def summary(manifest: Manifest) -> Table:
             *(f"{value:,}" for value in (split.documents, split.tokens, split.words, split.bytes)),
             f"{split.tokens / split.words:.3f}" if split.words else "-",
             f"{split.tokens / split.bytes:.4f}",
-            f"{split.unknown / split.tokens:.2%}",
+            *([f"{split.unknown_rate:.2%}"] if unknown else []),
         )
     if manifest.partial:
         table.caption = "partial, figures are not comparable: " + "; ".join(manifest.differences)

@@ -4,13 +4,10 @@ Used by `pmi data prepare`. A finished shard has a record in DIR/.work with the 
 again, it is taken as it is.
 """
 
-import ctypes
 import hashlib
 import io
 import json
 import os
-import signal
-import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 
+from lm.data.children import dependent_children
 from lm.data.files import sha256_of, write_atomically
 from lm.data.prepared import WORK, Shard, Split
 from lm.data.staging import Planned, Span, Staged
@@ -27,8 +25,6 @@ from lm.errors import UserError
 
 SHARD_BYTES = 16 << 20
 """Text per shard: what an interruption can cost, and what one process holds in memory."""
-PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal a process gets when its parent ends."""
 
 
 def write_shards(
@@ -42,14 +38,15 @@ def write_shards(
             row = {"file": f"{split}-{number:05}.bin", "split": split}
             rows.append(row | {"spans": [list(span) for span, _ in group], "documents": [n for _, n in group]})
     processes = min(processes, len(rows))
-    done = datasets.Dataset.from_list(rows).map(
-        write_shard,
-        fn_kwargs={"blocks": staged.blocks, "out": str(out), "fingerprint": tokenizer.fingerprint()},
-        num_proc=processes if processes > 1 else None,
-        keep_in_memory=True,
-        new_fingerprint=os.urandom(8).hex(),  # never from a cache: the files are the result
-        desc="Tokenizing (shards)",
-    )
+    with dependent_children():
+        done = datasets.Dataset.from_list(rows).map(
+            write_shard,
+            fn_kwargs={"blocks": staged.blocks, "out": str(out), "fingerprint": tokenizer.fingerprint()},
+            num_proc=processes if processes > 1 else None,
+            keep_in_memory=True,
+            new_fingerprint=os.urandom(8).hex(),  # never from a cache: the files are the result
+            desc="Tokenizing (shards)",
+        )
     return {name: _indexed(out, name, documents, done) for name, documents in splits.items()}
 
 
@@ -68,7 +65,6 @@ def _groups(spans: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
 
 def write_shard(row: dict[str, Any], blocks: Any, out: str, fingerprint: str) -> dict[str, Any]:
     """Tokenize one shard's text and write it, unless it is there already; runs in a process of `datasets`."""
-    _die_with_parent()
     folder = Path(out)
     tokenizer = _load(folder, fingerprint)
     spans = [Span(*span) for span in row["spans"]]
@@ -146,11 +142,3 @@ def text_of(blocks: Any, span: Span) -> bytes:
 @lru_cache(maxsize=1)
 def _load(folder: Path, fingerprint: str) -> Tokenizer:
     return load_tokenizer(folder)
-
-
-def _die_with_parent() -> None:
-    """On Linux a worker ends when `pmi data prepare` is killed, instead of waiting forever for work."""
-    from multiprocess import parent_process  # type: ignore[import-untyped]
-
-    if parent_process() is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

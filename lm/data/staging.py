@@ -93,6 +93,7 @@ def stage(source: Path, folder: Path, pattern: str, articles: bool, utf8: bool) 
         lambda: _or_placeholder(rows),
         features=datasets.Features({"text": datasets.Value("large_binary")}),
         cache_dir=str(folder),
+        split=datasets.NamedSplit("text"),  # only its progress bar shows the name
         fingerprint=uuid.uuid4().hex,
         writer_batch_size=ROWS_AT_A_TIME,
     )
@@ -171,7 +172,7 @@ def _cut(staged: Staged, holdout: float, whole_lines: bool) -> dict[str, list[Pl
     """The last `holdout` of the text is the test split, the same share before it validation, the rest train."""
     total = sum(document.bytes for document in staged.documents)
     held = round(total * holdout)
-    ends = {"train": total - 2 * held, "validation": total - held, "test": total} if held else {"train": total}
+    ends = {"train": total - 2 * held, "validation": total - held, "test": total} if holdout else {"train": total}
     splits: dict[str, list[Planned]] = {name: [] for name in ends}
     order = iter(ends)
     split = next(order)
