@@ -71,7 +71,11 @@ def prepare(
         processes=processes,
         downloads=downloads,
     )
-    manifest = run(request, force=force, say=lambda line: console.print(line, markup=False, soft_wrap=True))
+    try:
+        manifest = run(request, force=force, say=lambda line: console.print(line, markup=False, soft_wrap=True))
+    except KeyboardInterrupt:
+        console.print("\ninterrupted: the same command goes on from the shards that are finished")
+        raise
     Console().print(summary(manifest))
     Console().print(f"next: pmi data inspect {out}", markup=False, soft_wrap=True)
 

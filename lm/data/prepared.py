@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 WORK = ".work"
 """Beside the manifest while data is being prepared; gone when the folder is whole."""
 SPLITS = ("train", "validation", "test", "dev")
-RELEASE_AFTER = 64 << 20
+RELEASE_AFTER = 16 << 20
 """Bytes read through the map before its pages are given back, so that resident memory stays flat on any corpus."""
 
 

@@ -82,7 +82,7 @@ def write_shard(row: dict[str, Any], blocks: Any, out: str, fingerprint: str) ->
     arrays = []
     for content in contents:
         ids = tokenizer.encode_bytes(content)
-        if tokenizer.lossless and tokenizer.decode_bytes(ids.tolist()) != content:
+        if tokenizer.lossless and not tokenizer.gives_back(content, ids):
             raise UserError(
                 f"{row['file']}: tokenizer {tokenizer.kind} does not give back the text that begins {content[:40]!r}; "
                 "use --tokenizer bytes, and report the text"

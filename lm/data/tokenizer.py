@@ -55,6 +55,10 @@ class Tokenizer(ABC):
         """The ids of UTF-8 `data` as an array: what preparing data uses."""
         return np.asarray(self.encode(data.decode("utf-8")), dtype=np.uint32)
 
+    def gives_back(self, data: bytes, ids: NDArray[Any]) -> bool:
+        """Whether `ids`, which `encode_bytes(data)` gave, decode to `data`."""
+        return self.decode_bytes(ids.tolist()) == data
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest type that holds every id a text can have (BOS is in no text, so bytes need one byte)."""
@@ -98,6 +102,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode_bytes(self, data: bytes) -> NDArray[Any]:
         return np.frombuffer(data, dtype=np.uint8)
+
+    def gives_back(self, data: bytes, ids: NDArray[Any]) -> bool:
+        return ids.tobytes() == data
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         array = np.asarray(ids, dtype=np.uint16)
