@@ -50,6 +50,7 @@ class Original:
     sums: Mapping[str, Sum] = field(default_factory=dict)
     """The original's text by split (`all`: the whole)."""
     documents: Mapping[str, int] = field(default_factory=dict)
+    words: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens by split with the data set's own tokenizer."""
     types: int | None = None
@@ -154,6 +155,7 @@ ORIGINALS: dict[str, Original] = {
                 "validation": Sum(1_142_309, "b465742f79b17b85bad5699479b13301"),
                 "test": Sum(1_281_077, "f202e4c8148839782adc13e7d1ca58e0"),
             },
+            words={"train": 103_227_021 - 1_801_350},  # the known tokens, without an <eos> for each of the known lines
             tokens={"train": 103_227_021, "validation": 217_646, "test": 245_569},
             types=267_735,
             fetch=_fetch_wikitext("wikitext-103-v1"),
@@ -188,7 +190,7 @@ ORIGINALS: dict[str, Original] = {
 def differences(original: Original, found: Mapping[str, Sum], counts: Mapping[str, Mapping[str, int]]) -> list[str]:
     """How the data differs from the original (nothing: it is the original); UserError where it is damaged.
 
-    `found`: size and MD5 by split; `counts`: documents and tokens by split (tokens only with the own tokenizer).
+    `found`: size and MD5 by split; `counts`: documents, words, tokens and types by split.
     """
     lines: list[str] = []
     with collecting() as problems:
@@ -203,7 +205,7 @@ def differences(original: Original, found: Mapping[str, Sum], counts: Mapping[st
                 )
             else:
                 lines.append(f"{split}: {got.size:,} bytes, the original has {known.size:,}")
-    for what in ("documents", "tokens", "types"):
+    for what in ("documents", "words", "tokens", "types"):
         expected = {"train": original.types} if what == "types" else getattr(original, what)
         for split, number in expected.items():
             value = counts.get(split, {}).get(what)

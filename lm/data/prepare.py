@@ -100,11 +100,9 @@ def prepare(request: Request, force: bool = False, say: Callable[[str], None] = 
         say(f"reading {source}")
         pattern = request.pattern or original.pattern
         staged = stage(source, work / "staged", pattern, articles=request.articles, utf8=original.utf8)
-        for name in staged.empty[:3]:
-            say(
-                f"left out, it has no text: {name}"
-                + (f" (and {len(staged.empty) - 1} more)" if staged.empty[1:] else "")
-            )
+        if staged.empty:
+            more = f" and {len(staged.empty) - 3:,} more" if staged.empty[3:] else ""
+            say(f"left out, without text: {', '.join(staged.empty[:3])}{more}")
         sums = sums_by_split(staged, original)
         try:
             differences(original, sums, {})
@@ -112,7 +110,7 @@ def prepare(request: Request, force: bool = False, say: Callable[[str], None] = 
             if request.source is None and source.is_file():
                 source.unlink()  # a damaged download must not be met again
             raise
-        splits = assign(staged, original, source, request.split, request.holdout)
+        splits = assign(staged, original, source, pattern, request.split, request.holdout)
         tokenizer = _tokenizer(request, original, staged, splits, work, say)
         (out / MANIFEST).unlink(missing_ok=True)  # with --force: from here on the folder is not whole
         tokenizer.save(out)
@@ -143,8 +141,8 @@ def prepare(request: Request, force: bool = False, say: Callable[[str], None] = 
 def _counts(
     request: Request, original: Original, tokenizer: Tokenizer, splits: dict[str, Split]
 ) -> dict[str, dict[str, int]]:
-    """The counts by which the original is known: of documents, and of words and types with the original's tokenizer."""
-    counts: dict[str, dict[str, int]] = {name: {} for name in splits}
+    """The counts by which the original is known; of tokens and types only those of the original's own tokenizer."""
+    counts: dict[str, dict[str, int]] = {name: {"words": split.words} for name, split in splits.items()}
     for name, split in splits.items():
         if not request.articles:
             counts[name]["documents"] = split.documents
@@ -278,4 +276,5 @@ def _remove_strangers(out: Path, manifest: Manifest) -> None:
 
 
 def _processes(request: Request) -> int:
-    return request.processes or len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return request.processes or cores

@@ -72,6 +72,8 @@ def stage(source: Path, folder: Path, pattern: str, articles: bool, utf8: bool) 
         nonlocal blocks_read
         for text in texts(source, pattern):
             reading = Reading(text)
+            if text.name in files:
+                raise UserError(f"{text.path}: {text.name!r} is in the source twice; keep one of them, or rename it")
             offset = 0
             before = len(documents)
             whole: Iterable[tuple[str | None, bytes]] = ((None, block) for block in reading.blocks())
@@ -126,11 +128,11 @@ def _articles(blocks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 def assign(
-    staged: Staged, original: Original, source: Path, split: str | None, holdout: float | None
+    staged: Staged, original: Original, source: Path, pattern: str, split: str | None, holdout: float | None
 ) -> dict[str, list[Planned]]:
     """The documents of each split: by the user's word, by their names, or cut from the end of the text."""
     if not staged.files:
-        raise UserError(f"--source {source}: no file named {original.pattern!r} in it; see --pattern")
+        raise UserError(f"--source {source}: no file in it fits {pattern!r}; name the right ones with --pattern")
     if split is not None:
         return _checked({split: staged.documents}, staged, source)
     by_name: dict[str, list[Planned]] = {}
