@@ -1,19 +1,17 @@
 """Shared by the data tests: a small trained tokenizer, the command line, the real files."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_data import REPOSITORY, Pmi, write
 
 from lm.cli import app, run
 from lm.data.pieces import PieceTokenizer
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def pmi(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def pmi(capfd: pytest.CaptureFixture[str]) -> Pmi:
     """Run `pmi` with these arguments in this process: exit code, standard output, standard error."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
@@ -28,6 +26,14 @@ def pmi(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]
 def moby_dick() -> str:
     """The bundled text."""
     return (REPOSITORY / "lm/data/text/moby-dick.txt").read_text("utf-8")
+
+
+@pytest.fixture
+def books(tmp_path: Path, moby_dick: str) -> Path:
+    """A source with named splits: 12 documents for training, 2 and 1 held out."""
+    parts = [moby_dick[i * 10_000 : (i + 1) * 10_000] for i in range(15)]
+    names = [*(f"train/{i}.txt" for i in range(12)), "validation/a.txt", "validation/b.txt", "test/c.txt"]
+    return write(tmp_path / "books", dict(zip(names, parts, strict=True)))
 
 
 @pytest.fixture(scope="session")

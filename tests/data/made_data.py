@@ -1,16 +1,21 @@
-"""Prepared data made up for tests, without a tokenizer: token i of the split is the number i."""
+"""What the data tests share: prepared data made up of numbers, sources, and the command as a process of its own."""
 
 import hashlib
 import io
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from lm.data.prepared import Manifest, Prepared, Shard, Split
+from lm.data.prepared import Manifest, Prepared, Shard, Split, open_prepared
 
+Pmi = Callable[..., tuple[int, str, str]]
+"""The fixture `pmi`: exit code, standard output, standard error of a command line."""
+REPOSITORY = Path(__file__).parents[2]
 BOS = 10**9
 
 
@@ -52,3 +57,39 @@ def made(folder: Path, lengths: Sequence[int], shard: int = 1000, split: str = "
     )
     tokenizer: Any = SimpleNamespace(bos=BOS)
     return Prepared(folder, manifest, tokenizer)
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> Path:
+    """Write files of these names and contents into `folder`."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def whole_text(folder: Path, split: str) -> bytes:
+    """The text of a prepared split, decoded."""
+    data = open_prepared(folder)
+    return b"".join(data.tokenizer.decode_bytes(document.tokens().tolist()) for document in data.documents(split))
+
+
+DRIVER = """
+import sys
+from lm.data import shards
+shards.SHARD_BYTES = 1 << 15
+from lm.cli import app, run
+sys.exit(run(app, sys.argv[1:]))
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    """`pmi data prepare` with small shards, as a process of its own."""
+    command = [sys.executable, "-c", DRIVER, "data", "prepare", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )

@@ -6,15 +6,14 @@ PMI_TEST_DATA=DIR python -m pytest tests/data/test_real_data.py
 import csv
 import hashlib
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_data import Pmi
 
 from lm.data.lanes import Lanes
 from lm.data.prepared import open_prepared
 
-Pmi = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.full
 
 
