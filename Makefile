@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: run test test-full lint setup bench-model clean
+.PHONY: run test test-full lint setup bench-model bench-data clean
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo
@@ -24,6 +24,9 @@ setup:
 
 bench-model: setup
 	$(BIN)/python -m benchmarks.model
+
+bench-data: setup
+	$(BIN)/python -m benchmarks.data
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

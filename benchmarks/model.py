@@ -31,7 +31,7 @@ PAPER = [
 # one memory layer in four; `small` has 6 layers, so its literal 'one in four' is measured with 4 of them
 SIZES = {
     "small": {"lanes": 16, "segments": 4, "base": [], "quarter": ["memory.layers=[1]", "layers=4"], "quarter_base": ["layers=4"]},
-    "enwik8": {"lanes": 4, "segments": 2, "base": [], "quarter": ["memory.layers=[2,5,9]"], "quarter_base": []},
+    "enwik8": {"lanes": 2, "segments": 2, "base": [], "quarter": ["memory.layers=[2,5,9]"], "quarter_base": []},
 }
 
 
@@ -83,7 +83,7 @@ def measure(preset: str, threads: int, rounds: int) -> None:
     seconds = in_turns(steps, rounds)
     count = lanes * segments * config.segment
     table = Table("contender", "tokens/s", "over memory off", "over x-transformers XL", "over GPT-2",
-                  title=f"{preset}, {threads} thread(s): {lanes} lanes x {segments} segments x {config.segment} tokens")  # fmt: skip
+                  title=f"{preset}, {threads} thread(s): {lanes} x {segments} x {config.segment} tokens")  # fmt: skip
     rows = []
     for name, taken in seconds.items():
         reference = named[name][0] if name in named else "off"

@@ -1,0 +1,38 @@
+"""Processes that `datasets` forks to tokenize: they leave Ctrl-C to their parent and end when it ends, however it does.
+
+Without this, after `kill -9` they (and the process of their queue) would wait for work forever.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal a process gets when its parent ends."""
+
+_dependent = False
+_hooked = False
+
+
+@contextmanager
+def dependent_children() -> Iterator[None]:
+    """Processes forked in this block depend on this one (on Linux; elsewhere they only ignore Ctrl-C)."""
+    global _dependent, _hooked
+    if not _hooked:
+        os.register_at_fork(after_in_child=_after_fork)
+        _hooked = True
+    _dependent = True
+    try:
+        yield
+    finally:
+        _dependent = False
+
+
+def _after_fork() -> None:
+    if _dependent:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
