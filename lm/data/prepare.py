@@ -128,7 +128,7 @@ def prepare(request: Request, force: bool = False, say: Callable[[str], None] = 
             differences=found,
             tokenizer=tokenizer.fingerprint(),
             vocab_size=tokenizer.vocab_size,
-            dtype=tokenizer.dtype.name,  # type: ignore[arg-type]
+            dtype=tokenizer.dtype.name,
             splits=done_splits,
         )
         _remove_strangers(out, manifest)
