@@ -184,7 +184,7 @@ class DemoConfig(Schema):
     lanes: int = Field(ge=1)
     segments: int = Field(ge=2)
     steps: int = Field(ge=1)
-    held_out: int = Field(ge=1)
+    holdout: float = Field(gt=0, lt=0.5)
     seed: int = 0
     prompt: str
     optimiser: OptimiserConfig

@@ -1,5 +1,6 @@
-"""`pmi demo`: train a small byte model on the bundled text, save it, and generate from it. What `make run` does."""
+"""`pmi demo`: prepare the bundled text, train a small byte model on it, save it, and generate from it. What `make run` does."""
 
+import math
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -7,96 +8,82 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
 
 from lm import machine
 from lm.config import DemoConfig, load_config, load_model_config
-from lm.data.tokenizer import ByteTokenizer
+from lm.data.lanes import Lanes
+from lm.data.prepare import Request, prepare
+from lm.data.prepared import Prepared, open_prepared
 from lm.generation.sample import stream
 from lm.model import PMI
 from lm.model.pretrained import Checkpoint, fingerprint, save_pretrained
 from lm.training.loop import Batch, Step, train
 
-NATS_PER_BIT = 0.6931471805599453
 
-
-def bundled_text() -> bytes:
+def bundled_text() -> Path:
     """The public-domain text in the package (see lm/data/text/README.md)."""
-    return (resources.files("lm.data") / "text" / "moby-dick.txt").read_bytes()
+    return Path(str(resources.files("lm.data") / "text" / "moby-dick.txt"))
 
 
-def text_batches(text: bytes, bos: int, lanes: int, segments: int, segment: int) -> Iterator[Batch]:
-    """The text in `lanes` contiguous parts, each read as one document over and over, `segments` segments a step."""
-    part = len(text) // lanes // segment * segment
-    ids = torch.frombuffer(bytearray(text[: part * lanes]), dtype=torch.uint8).long().view(lanes, part)
-    inputs = torch.cat([torch.full((lanes, 1), bos), ids[:, :-1]], 1).view(lanes, -1, segment)
-    targets = ids.view(lanes, -1, segment)
-    count, at = part // segment, 0
+def batches(data: Prepared, config: DemoConfig, segment: int) -> Iterator[Batch]:
+    """The training split in lanes, without end."""
+    lanes = Lanes(data, "train", lanes=config.lanes, segment=segment, seed=config.seed)
     while True:
-        chosen = torch.arange(at, at + segments) % count
-        starts = (chosen == 0).expand(lanes, -1)
-        at += segments
-        yield Batch(
-            inputs[:, chosen].flatten(1), targets[:, chosen].flatten(1), torch.ones(lanes, segments * segment).bool(), starts
-        )
+        batch = lanes.next_batch(config.segments)
+        yield Batch(batch.tokens, batch.targets, batch.mask(), batch.starts)
 
 
 @torch.no_grad()
-def bits_per_byte(model: PMI, text: bytes, bos: int) -> float:
-    """Bits per byte of a held-out text, read once with carried memory."""
-    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()[None]
-    inputs: Tensor = torch.cat([torch.tensor([[bos]]), ids[:, :-1]], 1)
-    hidden, _ = model(inputs, model.initial_state(1))
-    return float(model.head.loss(hidden, ids)) / ids.shape[1] / NATS_PER_BIT
+def bits_per_byte(model: PMI, data: Prepared, split: str) -> float:
+    """Bits per byte of a split, each document read once with carried memory."""
+    nats, count = 0.0, 0
+    for document in data.documents(split):
+        targets = torch.from_numpy(document.tokens().astype("int64"))[None].to(model.device)
+        inputs = torch.cat([torch.full_like(targets[:, :1], data.tokenizer.bos), targets[:, :-1]], 1)
+        hidden, _ = model(inputs, model.initial_state(1))
+        nats, count = nats + float(model.head.loss(hidden, targets)), count + document.bytes
+    return nats / count / math.log(2)
 
 
 def run(out: Path, steps: int | None, device: torch.device, console: Console) -> Checkpoint:
-    """Train, measure, save to `out/model`, and show a sample."""
+    """Prepare, train, measure, save to `out/model`, and show a sample."""
     machine.keep_pages()
     config = load_config(DemoConfig, "train/demo")
     steps = steps or config.steps
-    tokenizer = ByteTokenizer()
+    prepare(Request("text", out / "data", bundled_text(), "bytes", holdout=config.holdout, processes=1), force=True)
+    data = open_prepared(out / "data")
     torch.manual_seed(config.seed)
     model = PMI(load_model_config(config.model, config.overrides)).to(device)
-    text = bundled_text()
-    held_out, text = text[-config.held_out :], text[: -config.held_out]
-    batches = text_batches(text, tokenizer.bos, config.lanes, config.segments, model.config.segment)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
-        f"training {parameters:,} parameters on {len(text):,} bytes of Moby-Dick, {steps} steps of "
-        f"{config.lanes} lanes x {config.segments} segments x {model.config.segment} bytes"
+        f"training {parameters:,} parameters on {data.split('train').lengths.sum():,} bytes of Moby-Dick: "
+        f"{steps} steps of {config.lanes} lanes x {config.segments} segments x {model.config.segment} bytes",
+        soft_wrap=True,
     )
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("training", total=steps)
 
         def report(step: Step) -> None:
-            bits = step.loss / NATS_PER_BIT
+            bits = step.loss / math.log(2)
             progress.update(task, advance=1, description=f"{bits:.3f} bits/byte")
             if not console.is_terminal and (step.number + 1) % max(1, steps // 10) == 0:
                 console.print(f"step {step.number + 1}/{steps}  {bits:.3f} bits/byte")
 
-        train(model, batches, config.optimiser, steps, report)
+        train(model, batches(data, config, model.config.segment), config.optimiser, steps, report)
     model.eval()
-    console.print(
-        f"held-out text: {bits_per_byte(model, held_out, tokenizer.bos):.3f} bits per byte "
-        f"({len(held_out):,} bytes read once, memory carried)"
-    )
+    held_out = data.split("validation")
+    bits = bits_per_byte(model, data, "validation")
+    console.print(f"held-out text: {bits:.3f} bits per byte ({held_out.lengths.sum():,} bytes read once, memory carried)")
     folder = out / "model"
-    save_pretrained(model, tokenizer, folder)
+    save_pretrained(model, data.tokenizer, folder)
     console.print(f"saved {folder}")
-    checkpoint = Checkpoint(model, tokenizer, fingerprint(model))
+    checkpoint = Checkpoint(model, data.tokenizer, fingerprint(model))
     console.rule("a sample")
     console.print(config.prompt, end="", style="bold", markup=False, highlight=False)
-    for piece in stream(checkpoint, config.prompt, tokens=400, temperature=0.7, top_k=None, seed=config.seed):
+    for piece in stream(checkpoint, config.prompt, tokens=400, temperature=0.7, seed=config.seed):
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.rule()
-    console.print(f"more: pmi generate --checkpoint {folder} --prompt 'The whale'", markup=False)
+    console.print(f"more: pmi generate --checkpoint {folder} --prompt 'The whale'", markup=False, soft_wrap=True)
     return checkpoint
