@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: run test test-full lint setup bench-model bench-data clean
+.PHONY: run test test-full lint setup bench-model bench-stream bench-data clean
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo
@@ -24,6 +24,10 @@ setup:
 
 bench-model: setup
 	$(BIN)/python -m benchmarks.model
+
+bench-stream: setup
+	$(BIN)/python -m benchmarks.stream --preset tiny --tokens 1000000
+	$(BIN)/python -m benchmarks.stream --preset enwik8 --tokens 50000
 
 bench-data: setup
 	$(BIN)/python -m benchmarks.data

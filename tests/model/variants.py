@@ -102,9 +102,9 @@ def pairs() -> Iterator[list[str]]:
 
 def grid() -> Iterator[list[str]]:
     """The full grid over what shapes the memory (for `make test-full`)."""
-    names = ["memory.scope", "memory.parameters", "memory.layers", "memory.gate", "memory.consolidation", "memory.read"]
-    names += ["memory.correction", "memory.top_k", "memory.delta.source"]
-    for row in itertools.product(*(VALUES[name][:3] for name in names)):
+    names = ["memory.scope", "memory.parameters", "memory.gate", "memory.consolidation", "memory.read", "memory.correction"]
+    names += ["memory.delta.source", "memory.layers", "memory.top_k"]
+    for row in itertools.product(*(VALUES[name] for name in names[:-2]), VALUES[names[-2]][:2], VALUES[names[-1]][:2]):
         choice = dict(zip(names, row, strict=True))
         if consistent(choice) and (choice["memory.consolidation"] == "delta" or choice["memory.delta.source"] == "tokens"):
             yield [f"{name}={value}" for name, value in choice.items()]

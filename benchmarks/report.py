@@ -1,0 +1,49 @@
+"""The tables of the README, from what the benchmarks measured last (benchmarks/results/).
+
+python -m benchmarks.report
+"""
+
+import json
+from typing import Any
+
+from benchmarks.measure import RESULTS
+
+
+def spread(value: dict[str, float] | None) -> str:
+    """Median and quartiles."""
+    return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})" if value else ""
+
+
+def training() -> list[str]:
+    """Training speed as ratios of tokens/s."""
+    lines = ["| preset, threads | contender | over memory off | over x-transformers XL | over GPT-2 |", "|---|---|---|---|---|"]
+    for path in sorted(RESULTS.glob("model_*.json")):
+        result: dict[str, Any] = json.loads(path.read_text())
+        for row in result["rows"]:
+            reference = "" if row["reference"] == "off" else " (both with 4 layers)"
+            cells = (spread(row["over_off"]) + reference, spread(row["over_xl"]), spread(row["over_gpt2"]))
+            lines.append(f"| {result['preset']}, {result['threads']} | {row['contender']} | {' | '.join(cells)} |")
+    return lines
+
+
+def streams() -> list[str]:
+    """Decoding over long streams."""
+    lines = [
+        "| preset | tokens behind | latency over that at 1,000 | resident MB (at 1,000) | state bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("stream_*.json")):
+        result = json.loads(path.read_text())
+        for mark in result["marks"]:
+            resident = f"{mark['resident_mb']:.0f} ({result['resident_mb_at_1000']:.0f})"
+            latency = spread(mark["latency_over_young"])
+            lines.append(f"| {result['preset']} | {mark['tokens']:,} | {latency} | {resident} | {mark['state_bytes']:,} |")
+        first = result["gpt2"][0]["ms_per_token"]
+        for row in result["gpt2"]:
+            latency = f"{row['ms_per_token'] / first:.2f}"
+            lines.append(f"| GPT-2 of the same size | {row['tokens']:,} | {latency} | | {row['cache_bytes']:,} (KV cache) |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join([*training(), "", *streams()]))
