@@ -44,7 +44,7 @@ def test_freed_pages_are_kept_so_that_large_tensors_do_not_fault_again() -> None
     script = (
         "import resource, torch; from lm import machine; kept = machine.keep_pages()\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "for _ in range(3): x = torch.ones(16 * 2**20); del x\n"
+        "for _ in range(16): x = torch.ones(16 * 2**20); del x\n"
         "before = faults()\n"
         "for _ in range(5): x = torch.ones(16 * 2**20); del x\n"
         "print(kept, faults() - before)"
