@@ -109,7 +109,7 @@ class ModelConfig(Schema):
     """W: keys and values of earlier segments that attention sees besides its own segment."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the embedding and on what each part adds to the residual stream."""
-    embedding_std: float = Field(0.2, gt=0)
+    embedding_std: float = Field(0.1, gt=0)
     """Standard deviation of the initial embedding. Small values (0.02) drown a token's identity after one layer."""
     rotary_base: float = Field(10_000.0, gt=1)
     """Base of the rotary angles."""

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lm.model.state import exact
+
 MAX_TOKENS = 4096
 """Most tokens per lane in one parallel pass over whole segments; a longer call runs as several passes."""
 
@@ -31,17 +33,17 @@ class Rotary(nn.Module):
         self.turned = head_width // 2 * 2
         frequencies = base ** (-torch.arange(self.turned // 2, dtype=torch.float64) / (self.turned // 2))
         angles = torch.arange(max(segment, MAX_TOKENS) + segment, dtype=torch.float64)[:, None] * frequencies
-        turns = torch.stack([angles.cos(), angles.sin()], -1).float()
-        self.register_buffer("turns", turns, persistent=False)  # real, so that casting the model cannot drop a part
+        # pairs of real numbers, so that casting the model cannot drop a part; float64, so that a float64 model is exact
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
 
-    def angles(self, offsets: Tensor, back: bool = False) -> Tensor:
-        """Complex turns [..., 1, e / 2] by `offsets` (any shape, 0 or more), or back by them."""
-        turns = torch.view_as_complex(self.turns[offsets].float())[..., None, :]
+    def angles(self, offsets: Tensor, dtype: torch.dtype, back: bool = False) -> Tensor:
+        """Complex turns [..., 1, e / 2] by `offsets` (any shape, 0 or more), or back by them; `dtype` of their parts."""
+        turns = torch.view_as_complex(self.turns[offsets].to(dtype))[..., None, :]
         return turns.conj().resolve_conj() if back else turns
 
     def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
         """`x [..., h, e]` turned by `angles`."""
-        pairs = x[..., : self.turned].float().unflatten(-1, (-1, 2))
+        pairs = exact(x[..., : self.turned]).unflatten(-1, (-1, 2))
         if x.shape[-1] % 2:
             pairs = pairs.contiguous()
         turned = torch.view_as_real(torch.view_as_complex(pairs) * angles).flatten(-2).to(x.dtype)
@@ -75,25 +77,28 @@ class Span:
         return buffer
 
 
-def aligned_span(rotary: Rotary, causal: Tensor, valid: Tensor, segments: int, tokens: int) -> Span:
-    """The span of `segments` whole segments; `valid [b, s]` rows of each segment's window hold something."""
-    window = causal.shape[-1] - tokens
+def aligned_span(rotary: Rotary, causal: Tensor, valid: Tensor) -> Span:
+    """The span of whole segments under the mask `causal [t, w + t]`; `valid [b, s]` rows of each one's window hold something."""
+    segments, tokens = valid.shape[1], causal.shape[0]
+    window = causal.shape[1] - tokens
     offsets = torch.arange(segments * tokens, device=causal.device).view(1, segments, tokens)
     mask = causal[None, None]
     if window and bool((valid < window).any()):
         mask = mask.masked_fill(_blank(valid.reshape(-1, 1), window, tokens)[:, None, None], -torch.inf)
-    return Span(segments, tokens, rotary.angles(offsets), mask)
+    return Span(segments, tokens, rotary.angles(offsets, causal.dtype), mask)
 
 
-def partial_span(rotary: Rotary, window: int, segment: int, valid: Tensor, offset: Tensor, counts: Tensor, t: int) -> Span:
+def partial_span(rotary: Rotary, causal: Tensor, valid: Tensor, offset: Tensor, counts: Tensor, t: int) -> Span:
     """The span of `counts [b]` tokens from `offset [b]` in each lane's open segment, `t` the most of them."""
+    segment = causal.shape[0]
+    window = causal.shape[1] - segment
     columns = torch.arange(t, device=offset.device)
     offsets = offset[:, None] + columns  # [b, t]
     last = torch.arange(-window, segment, device=offset.device) > offsets[..., None]  # [b, t, w + t]
     hidden = last | _blank(valid[:, None], window, segment)[:, None]
-    mask = torch.zeros(hidden.shape, device=offset.device).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, device=offset.device, dtype=causal.dtype).masked_fill_(hidden, -torch.inf)
     lanes, taken = (columns < counts[:, None]).nonzero(as_tuple=True)
-    angles = rotary.angles(offsets.clamp(max=segment - 1)[:, None])
+    angles = rotary.angles(offsets.clamp(max=segment - 1)[:, None], causal.dtype)
     return Span(1, t, angles, mask[:, None], (lanes, taken, offsets[lanes, taken]))
 
 

@@ -85,10 +85,9 @@ def check_state(model: "PMI", state: State) -> None:
         shapes = tuple(tuple(level.shape[1:]) for level in state.memories[0])
         if shapes != memory_shapes(config):
             raise StateError(f"the state is of another model: its memory is {shapes}, this model's {memory_shapes(config)}")
-        if state.memories[0].working.dtype != model.initial_memory.working_0.dtype:
-            raise StateError(
-                f"memory is {state.memories[0].working.dtype}, but this model keeps it in {model.initial_memory.working_0.dtype}"
-            )
+        kept, own = state.memories[0].working.dtype, model.initial_memory.dtype
+        if kept != own:
+            raise StateError(f"memory is {kept}, but this model keeps it in {own}")
     if state.keys[0].dtype not in (model.dtype, torch.float32):
         raise StateError(f"the state was made in {state.keys[0].dtype}, this model computes in {model.dtype}")
     if state.position.device != model.device:

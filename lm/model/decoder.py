@@ -26,7 +26,7 @@ from lm.config import ModelConfig
 from lm.model.attention import MAX_TOKENS, Rotary, Span, WindowAttention, aligned_span, partial_span
 from lm.model.checks import check_call, check_finite
 from lm.model.memory import MemoryModule, memory_shapes
-from lm.model.state import Memory, Open, Readout, State, map_tensors, where_lanes
+from lm.model.state import Memory, Open, Readout, State, exact, map_tensors, where_lanes
 from lm.model.vocabulary import Embedding, Head
 
 
@@ -68,21 +68,39 @@ class InitialMemory(nn.Module):
     def __init__(self, config: ModelConfig, count: int) -> None:
         super().__init__()
         self.count = count
+        self.working, self.long_term = memory_shapes(config)
         for i in range(count):
-            working, long_term = memory_shapes(config)
-            self.register_parameter(f"working_{i}", nn.Parameter(torch.randn(working) * 0.5))
-            # fragments of slots are normalised at every write; an associative matrix starts with about one association
-            scale = 1.0 if long_term[1:] == working else long_term[1] ** -0.5
-            self.register_parameter(f"long_term_{i}", nn.Parameter(torch.randn(long_term) * scale))
+            if math.prod(self.working):
+                self.register_parameter(f"working_{i}", nn.Parameter(torch.randn(self.working) * 0.5))
+            if math.prod(self.long_term):
+                # fragments of slots are normalised at every write; an associative matrix starts with about one association
+                scale = 1.0 if self.long_term[1:] == self.working else self.long_term[1] ** -0.5
+                self.register_parameter(f"long_term_{i}", nn.Parameter(torch.randn(self.long_term) * scale))
 
     def forward(self, lanes: int) -> tuple[Memory, ...]:
         """The initial memories, for so many lanes."""
 
-        def level(name: str) -> Tensor:
-            parameter: Tensor = getattr(self, name)
-            return parameter.expand(lanes, *parameter.shape)
+        def level(name: str, shape: tuple[int, ...]) -> Tensor:
+            learned = getattr(self, name, None)
+            return (
+                torch.zeros(lanes, *shape, device=self.device, dtype=self.dtype)
+                if learned is None
+                else learned.expand(lanes, *shape)
+            )
 
-        return tuple(Memory(level(f"working_{i}"), level(f"long_term_{i}")) for i in range(self.count))
+        return tuple(
+            Memory(level(f"working_{i}", self.working), level(f"long_term_{i}", self.long_term)) for i in range(self.count)
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that memory is kept in."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where memory is kept."""
+        return next(self.parameters()).device
 
 
 class PMI(nn.Module):
@@ -133,7 +151,7 @@ class PMI(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type the decoder computes in (memory is float32 always)."""
+        """The type the decoder computes in (memory is float32 at least)."""
         kind = self.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.norm.weight.dtype
 
@@ -168,21 +186,24 @@ class PMI(nn.Module):
         working, delta = memory.read != "long_term", memory.consolidation == "delta"
         long_slots = memory.keeps_long_term and not delta
         long_term = memory_shapes(self.config)[1] if memory.keeps_long_term and delta else (rows, d) if long_slots else (0, 0)
-        shapes = [
+        shapes: list[tuple[int, ...]] = [
             (width, rows * (working + long_slots)),
             (rows, d * (3 if memory.correction else 1)) if working else (0, 0),
             long_term,
         ]
         count = len(self.memories) if self.shared_state else len(self.layers_with_memory)
-        return tuple(Readout(*(torch.zeros(lanes, *shape, device=self.device) for shape in shapes)) for _ in range(count))
+        return tuple(Readout(*self._blank(lanes, shapes)) for _ in range(count))
 
     def _blank_open(self, lanes: int) -> tuple[Open, ...]:
         memory, t = self.config.memory, self.config.segment
         if memory is None:
             return ()
         corrected = (t, memory.heads, self.config.memory_width // memory.heads) if memory.correction else (0, 0, 0)
-        shapes = [(t, self.config.width), corrected, corrected]
-        return tuple(Open(*(torch.zeros(lanes, *shape, device=self.device) for shape in shapes)) for _ in self.layers_with_memory)
+        shapes: list[tuple[int, ...]] = [(t, self.config.width), corrected, corrected]
+        return tuple(Open(*self._blank(lanes, shapes)) for _ in self.layers_with_memory)
+
+    def _blank(self, lanes: int, shapes: list[tuple[int, ...]]) -> Iterable[Tensor]:
+        return (torch.zeros(lanes, *shape, device=self.device, dtype=self.initial_memory.dtype) for shape in shapes)
 
     # --- calls -------------------------------------------------------------------------------------------------
 
@@ -206,12 +227,12 @@ class PMI(nn.Module):
             hidden, state = self._whole_segments(tokens, state, starts)
         else:
             counts = [tokens.shape[1]] * state.lanes if lengths is None else lengths.tolist()
-            hidden, state = self._any(tokens, state, counts, donate)
+            hidden, state = self._in_pieces(tokens, state, counts, donate)
         if not self.training:
             check_finite(hidden, state)
         return hidden, state
 
-    def _any(self, tokens: Tensor, state: State, counts: list[int], donate: bool) -> tuple[Tensor, State]:
+    def _in_pieces(self, tokens: Tensor, state: State, counts: list[int], donate: bool) -> tuple[Tensor, State]:
         """Tokens of any number for lanes at any positions: whole segments together where all can, else up to a boundary."""
         t = self.config.segment
         left, taken = list(counts), [0] * len(counts)
@@ -231,7 +252,12 @@ class PMI(nn.Module):
             else:
                 count = torch.tensor(counted, device=self.device)
                 hidden, part = self._within_segment(cut, part, count, donate or not everyone)
-            state = part if everyone else state.merge(lanes, part)
+            if everyone:
+                state = part
+            elif donate:
+                state.merge_(torch.tensor(lanes, device=self.device), part)
+            else:
+                state = state.merge(lanes, part)
             pieces.append((lanes, begins, counted, hidden))
             for b, n in zip(lanes, counted, strict=True):
                 left[b], taken[b], offsets[b] = left[b] - n, taken[b] + n, (offsets[b] + n) % t
@@ -257,7 +283,7 @@ class PMI(nn.Module):
             position = position if starts is None else position.masked_fill(starts[:, s], 0)
             valid.append(position)
             position = position + t
-        span = aligned_span(self.rotary, self.causal, torch.stack(valid, 1).clamp(max=self.config.window), segments, t)
+        span = aligned_span(self.rotary, self.causal, torch.stack(valid, 1).clamp(max=self.config.window))
         # where nothing restarts, the initial memory is not touched (nor gathered, where weights are sharded)
         starts = starts if starts is not None and bool(starts.any()) else None
         initial = state.memories if starts is None else self.initial_memory(state.lanes)
@@ -276,7 +302,7 @@ class PMI(nn.Module):
         x, keys, values, features, _ = self._layers(tokens.unflatten(1, (segments, t)), state, span, recall, False)
         if self.shared_state:
             memories = [self._write_through(memories[0], features)]
-        turned = self.rotary.angles(torch.tensor(segments * t, device=self.device), back=True)
+        turned = self.rotary.angles(torch.tensor(segments * t, device=self.device), self.causal.dtype, back=True)
         keys = tuple(self.rotary.rotate(k, turned) for k in keys)
         return x.flatten(1, 2), state._replace(position=position, keys=keys, values=values, memories=tuple(memories))
 
@@ -288,7 +314,7 @@ class PMI(nn.Module):
         if len(begun) and self.memories:
             state = state._replace(readouts=self._refresh_readouts(state, begun, donate))
         valid = (state.position - offset).clamp(max=window)
-        span = partial_span(self.rotary, window, t, valid, offset, counts, tokens.shape[1])
+        span = partial_span(self.rotary, self.causal, valid, offset, counts, tokens.shape[1])
 
         def recall(j: int, h: Tensor) -> Readout:
             readout = state.readouts[0 if self.shared_state and self.shared_weights else j]
@@ -328,7 +354,7 @@ class PMI(nn.Module):
             if block.memory_norm is not None:
                 j = len(features)
                 with _float32(x.device):
-                    h = block.memory_norm(x).float()
+                    h = exact(block.memory_norm(x))
                     added, part = self._memory(j).read(recall(j, h), h, state.open[j], span, donate)
                 x = x + self.dropout(added.to(x.dtype))
                 features.append(h)
@@ -348,7 +374,7 @@ class PMI(nn.Module):
                     self._memory(j).scan(memory, h, None, memory)[1]
                     for j, (memory, h) in enumerate(zip(state.memories, features, strict=True))
                 )
-        turned = self.rotary.angles(torch.tensor(t, device=self.device), back=True)
+        turned = self.rotary.angles(torch.tensor(t, device=self.device), self.causal.dtype, back=True)
         blank = (0, 0, 0, 0, 0, t)
         return state._replace(
             keys=tuple(F.pad(self.rotary.rotate(k[:, t : t + window], turned), blank) for k in state.keys),

@@ -122,6 +122,11 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(part, f"{prefix}.{name}" if prefix else str(name))
 
 
+def exact(x: Tensor) -> Tensor:
+    """`x` in float32 at least: what is lost in half precision here would stay lost."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def raw_bytes(x: Tensor) -> memoryview:
     """The bytes of a tensor's values, for hashing."""
     flat: Any = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
+from lm.model.state import exact
 
 
 class Embedding(nn.Module):
@@ -62,7 +63,7 @@ class Head(nn.Module):
         return self(hidden)
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-probability of each target, float32, in the shape of `targets`."""
+        """Negative log-probability of each target, in float32 at least, in the shape of `targets`."""
         return self(hidden, targets)
 
     def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -88,23 +89,23 @@ class Head(nn.Module):
         first = self._scores(hidden, 0)
         if self.clusters == 1:
             return first
-        first = first.float().log_softmax(-1)
+        first = exact(first).log_softmax(-1)
         parts = [first[..., : self.edges[1]]]
         for i in range(1, self.clusters):
             reach = first[..., self.edges[1] + i - 1, None]
-            parts.append(reach + self._scores(hidden, i).float().log_softmax(-1))
+            parts.append(reach + exact(self._scores(hidden, i)).log_softmax(-1))
         return torch.cat(parts, -1)
 
     def _nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if self.clusters == 1:
-            return F.cross_entropy(self._scores(hidden, 0).float(), targets, reduction="none")
+            return F.cross_entropy(exact(self._scores(hidden, 0)), targets, reduction="none")
         shortlist = self.edges[1]
         edges = torch.tensor(self.edges[1:-1], device=targets.device)
         cluster = torch.bucketize(targets, edges, right=True)
         entry = torch.where(cluster == 0, targets, shortlist + cluster - 1)
-        nll = F.cross_entropy(self._scores(hidden, 0).float(), entry, reduction="none")
+        nll = F.cross_entropy(exact(self._scores(hidden, 0)), entry, reduction="none")
         for i in range(1, self.clusters):
             here = (cluster == i).nonzero().squeeze(-1)
-            within = F.cross_entropy(self._scores(hidden[here], i).float(), targets[here] - self.edges[i], reduction="none")
+            within = F.cross_entropy(exact(self._scores(hidden[here], i)), targets[here] - self.edges[i], reduction="none")
             nll = nll.index_add(0, here, within)
         return nll

@@ -104,7 +104,7 @@ def test_published_consolidation_stops_after_its_first_write_and_probe_does_not(
         module = build([f"memory.consolidation={consolidation}"]).memories[0].consolidate
         torch.manual_seed(0)
         first = module(torch.randn(1, 3, 4, 32), torch.randn(1, 4, 32))
-        moved[consolidation] = float((module(first, torch.randn(1, 4, 32)) - first).norm() / first.norm())
+        moved[consolidation] = ((module(first, torch.randn(1, 4, 32)) - first).norm() / first.norm()).item()
     assert moved["paper"] < 1e-5
     assert moved["probe"] > 0.1
 

@@ -1,5 +1,7 @@
 """The state is a value: nothing hidden, nothing mutated, lanes can be taken apart and put together."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -144,3 +146,19 @@ def test_initial_memory_learns_from_a_start_inside_a_step() -> None:
     hidden, _ = model(torch.zeros(1, 16, dtype=torch.long), read(model, 8).detach(), starts=starts)
     hidden.square().sum().backward()
     assert model.initial_memory.working_0.grad.any()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_in_float64_cuttings_agree_to_ten_digits(kind: str) -> None:
+    model = copy.deepcopy(MODELS[kind]).double()
+    tokens = torch.randint(0, 23, (2, 45))
+    with torch.no_grad():
+        whole, after = model(tokens, model.initial_state(2))
+        state, pieces = model.initial_state(2), []
+        for first in range(0, 45, 7):
+            hidden, state = model(tokens[:, first : first + 7], state)
+            pieces.append(hidden)
+    assert whole.dtype == torch.float64
+    for mine, theirs in zip(tensors(state.memories), tensors(after.memories), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-10)

@@ -49,7 +49,7 @@ VALUES: dict[str, list[str]] = {
     "width": ["32", "36"],  # 36 / 2 heads = 18; with heads 4 (below) 9, an odd head
     "cutoffs": ["[]", "[5, 11]"],
     "cluster_divide": ["1", "2"],
-    "embedding_std": ["0.2", "0.02"],
+    "embedding_std": ["0.1", "0.3"],
 }
 
 EXTRA: list[list[str]] = [
