@@ -20,7 +20,7 @@ from lm import machine
 from lm.config import load_model_config
 from lm.model import PMI
 
-LAYER = ["memory.scope=layer", "memory.parameters=separate", "memory.correction=false", "memory.top_k=5"]
+LAYER = ["memory.scope=layer", "memory.parameters=separate", "memory.correction=false"]
 PAPER = [
     "memory.scope=global",
     "memory.parameters=tied",
@@ -28,6 +28,7 @@ PAPER = [
     "memory.correction=true",
     "memory.consolidation=probe",
 ]
+PAPER += ["memory.slots=8", "memory.fragments=5", "memory.top_k=5", "memory.mlp_layers=4", "memory.gate=unit"]
 # one memory layer in four; `small` has 6 layers, so its literal 'one in four' is measured with 4 of them
 SIZES = {
     "small": {"lanes": 16, "segments": 4, "base": [], "quarter": ["memory.layers=[1]", "layers=4"], "quarter_base": ["layers=4"]},
