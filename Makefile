@@ -27,7 +27,7 @@ bench-model: setup
 
 bench-stream: setup
 	$(BIN)/python -m benchmarks.stream --preset tiny --tokens 1000000
-	$(BIN)/python -m benchmarks.stream --preset enwik8 --tokens 50000
+	$(BIN)/python -m benchmarks.stream --preset enwik8 --tokens 50000 --rounds 8
 
 bench-data: setup
 	$(BIN)/python -m benchmarks.data

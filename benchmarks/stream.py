@@ -1,7 +1,7 @@
 """Token-by-token decoding over a very long stream: does the millionth token cost what the thousandth did?
 
     python -m benchmarks.stream --preset tiny --tokens 1000000
-    python -m benchmarks.stream --preset enwik8 --tokens 50000
+    python -m benchmarks.stream --preset enwik8 --tokens 50000 --rounds 8
 
 Greedy decoding, one lane, float32. At each mark a young stream (kept at 1,000 tokens) and the old one are timed in turns, so
 that the ratio does not see the machine's drift. GPT-2 of the same size with its KV cache stands beside it.
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=24, help="timed blocks of one segment each, at each mark")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     machine.keep_pages()
@@ -52,12 +52,12 @@ def main() -> None:
     config = load_model_config(args.preset, ["dropout=0"])
     model = draw_zeros(PMI(config)).eval()
     process = psutil.Process()
-    marks, rows = sorted({10**k for k in range(4, 7) if 10**k < args.tokens} | {args.tokens}), []
+    marks, rows = sorted({10**k for k in range(4, 7) if 100 * 10**k <= args.tokens} | {args.tokens}), []
     with torch.inference_mode():
         old = Stream(model, model.initial_state(1))
         old.step(YOUNG)
         kept = old.state.clone()
-        block = 2 * config.segment  # whole segments, so that every block pays for as many writes
+        block = config.segment  # a whole segment, so that every block pays for one write
 
         def timed(stream: Stream) -> Callable[[], None]:
             return lambda: stream.step(block)
