@@ -66,7 +66,7 @@ def test_inspect_shows_everything_and_draws_a_picture(pmi: Pmi, books: Path, tmp
     assert (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
     code, _, stderr = pmi("data", "inspect", folder, "--plot", tmp_path / "lengths.doc")
     assert code == 2
-    assert "must be one of png, pdf, svg" in stderr
+    assert "must be one of .png, .pdf, .svg" in stderr
     code, _, stderr = pmi("data", "inspect", tmp_path)
     assert code == 2
     assert "no prepared data" in stderr

@@ -184,7 +184,7 @@ MISTAKES: dict[str, tuple[dict[str, str | bytes], list[str], str]] = {
     "model type": (
         {"train/a.txt": "x\n"},
         ["text", "--model-type", "char"],
-        "type 'char' is unknown; allowed: unigram, bpe",
+        "--model-type 'char': unknown; allowed: unigram, bpe",
     ),
     "truncated": (
         {"enwik8.gz": gzip.compress(os.urandom(99_999))[:50_000]},
