@@ -95,8 +95,9 @@ def plot_lengths(data: Prepared, path: Path) -> None:
 
     lengths = {name: np.asarray(data.split(name).lengths) for name in data.manifest.splits}
     everything = np.concatenate(list(lengths.values()))
-    low, high = max(1, int(everything.min())), int(everything.max())
-    edges = np.geomspace(low * 0.9, high * 1.1, 41)
+    low, high = float(everything.min()), float(everything.max())
+    middle = (low * high) ** 0.5  # lengths all alike are still shown over more than a decade, so that the axis has numbers
+    edges = np.geomspace(min(low * 0.9, middle / 10), max(high * 1.1, middle * 10), 42)
     figure, panels = pyplot.subplots(
         len(lengths), 1, figsize=(8, 1.2 + 1.8 * len(lengths)), sharex=True, squeeze=False, constrained_layout=True
     )

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from lm.errors import UserError
 
@@ -39,11 +39,17 @@ LONGEST_LINE = 64 << 20
 """Bytes of a line: a line is never cut, so this bounds the memory that a text without newlines can take."""
 
 
+class Stream(Protocol):
+    """What bytes are read from."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
 class Text(NamedTuple):
     """One text of a source: its name inside the source and its bytes, to be read before the next text is asked for."""
 
     name: str
-    stream: IO[bytes]
+    stream: Stream
     path: Path
     """The file or archive it is read from."""
 
@@ -127,7 +133,7 @@ class _Unpacked:
         self.last = b""
         self._left = max(SURE, EXPANSION * path.stat().st_size)
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int = -1, /) -> bytes:
         data: bytes = self.stream.read(size)
         self.last = (self.last + data[-ARCHIVE_END:])[-ARCHIVE_END:]
         self._left -= len(data)
