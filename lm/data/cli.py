@@ -80,7 +80,7 @@ def inspect(
     segment: Annotated[int, typer.Option(help="Segment length T for which the share of padding is shown.")] = 512,
     longest: Annotated[int, typer.Option(help="How many of the longest documents to list.")] = 5,
     sample: Annotated[int, typer.Option(help="Tokens of the decoded sample.")] = 64,
-    plot: Annotated[Path | None, typer.Option(help="Write a histogram of document lengths to this picture (.png).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a histogram of document lengths to this .png, .pdf or .svg.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare checksums.")] = False,
 ) -> None:
     """Show what a prepared folder holds.
@@ -90,9 +90,15 @@ def inspect(
     from rich.console import Console
 
     from lm.data.prepared import open_prepared
-    from lm.data.report import plot_lengths, show
+    from lm.data.report import plot_lengths, problems_of, show
+    from lm.errors import UserError, collecting
 
-    data = open_prepared(folder, verify=verify)
+    with collecting() as problems:
+        problems += problems_of(segment, longest, sample, plot)
+        try:
+            data = open_prepared(folder, verify=verify)
+        except UserError as error:
+            problems += error.problems
     console = Console(highlight=False)
     show(data, console, segment=segment, longest=longest, sample=sample)
     if verify:

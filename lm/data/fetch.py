@@ -4,6 +4,7 @@ fetch("http://mattmahoney.net/dc/enwik8.zip", Path("enwik8.zip"))
 """
 
 import hashlib
+import http.client
 import os
 import shutil
 import urllib.error
@@ -42,7 +43,7 @@ def fetch(url: str, path: Path, md5: str | None = None, progress: bool = True) -
         _fetch_rest(url, part, progress)
     except urllib.error.HTTPError as error:
         raise UserError(f"{url}: the server answers {error.code} {error.reason}; {_by_hand(path)}") from error
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+    except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise UserError(f"{url}: cannot be reached ({reason}); run again to go on, or {_by_hand(path)}") from error
     if md5 is not None:

@@ -77,7 +77,7 @@ class PieceTokenizer(Tokenizer):
                 num_threads=threads,
                 minloglevel=2,
             )
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             raise _explained(error, vocab_size) from error
         return cls(model.getvalue())
 
@@ -124,9 +124,10 @@ def _explained(error: Exception, vocab_size: int) -> UserError:
             f"--vocab-size {vocab_size}: the training split is too small for so many pieces; "
             f"at most {limit.group(1)} here, or use --tokenizer bytes"
         )
-    if "required_chars" in message:
+    needed = re.search(r"required_chars\. \d+ vs (\d+)", message)
+    if needed:
         return UserError(
-            f"--vocab-size {vocab_size}: too few pieces for the characters of the training split ({message.strip()}); "
-            "use a larger one, or --tokenizer bytes"
+            f"--vocab-size {vocab_size}: too few pieces for the characters of the training split; "
+            f"at least {needed.group(1)} here, or use --tokenizer bytes"
         )
     return UserError(f"SentencePiece could not be trained with --vocab-size {vocab_size}: {message.strip()}")

@@ -19,10 +19,11 @@ from typing import Any
 
 from lm.data.files import write_atomically
 from lm.data.originals import ORIGINALS, Original, differences
-from lm.data.pieces import PieceTokenizer
+from lm.data.pieces import TYPES, PieceTokenizer
 from lm.data.prepared import MANIFEST, SPLITS, WORK, Manifest, Split, open_prepared, read_manifest
 from lm.data.shards import text_of, write_shards
 from lm.data.staging import Planned, Span, Staged, assign, stage, sums_by_split
+from lm.data.tokenizer import FILE as TOKENIZER
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_kinds
 from lm.data.words import WordTokenizer
 from lm.errors import UserError
@@ -65,16 +66,25 @@ class Request:
             yield f"data set {self.dataset!r} is unknown; allowed: {', '.join(ORIGINALS)}"
         elif self.source is None and ORIGINALS[self.dataset].fetch is None:
             yield f"{self.dataset}: needs --source, a file or folder of yours"
-        elif self.articles and not self.dataset.startswith("wikitext"):
+        if self.source is not None and not self.source.exists():
+            yield f"--source {self.source}: there is no such file or folder"
+        if self.out.exists() and not self.out.is_dir():
+            yield f"--out {self.out}: is a file; name a folder"
+        if self.articles and not self.dataset.startswith("wikitext"):
             yield f"--articles: only for wikitext103 and wikitext2, not {self.dataset}"
-        kinds = tokenizer_kinds()
-        if self.tokenizer is not None and self.tokenizer not in kinds and not Path(self.tokenizer).is_dir():
-            known = ", ".join(sorted(kinds))
-            yield f"--tokenizer {self.tokenizer!r}: neither one of {known} nor a folder with a tokenizer"
+        kinds = sorted(tokenizer_kinds())
+        if self.tokenizer is not None and self.tokenizer not in kinds and not (Path(self.tokenizer) / TOKENIZER).is_file():
+            yield f"--tokenizer {self.tokenizer!r}: neither one of {', '.join(kinds)} nor a folder with a {TOKENIZER}"
+        elif self.dataset == "enwik8" and self.tokenizer not in (None, "bytes"):
+            yield f"--tokenizer {self.tokenizer!r}: enwik8 is cut inside characters; allowed: bytes"
+        if self.model_type not in TYPES:
+            yield f"--model-type {self.model_type!r}: unknown; allowed: {', '.join(TYPES)}"
         if self.split is not None and self.split not in SPLITS:
             yield f"--split {self.split!r}: unknown; allowed: {', '.join(SPLITS)}"
         if self.holdout is not None and self.dataset != "text":
-            yield f"--holdout {self.holdout}: only for text, {self.dataset} has splits of its own"
+            yield f"--holdout {self.holdout}: only for text, not {self.dataset}"
+        elif self.holdout is not None and self.split is not None:
+            yield f"--holdout {self.holdout}: not together with --split, which leaves nothing to hold out; give one of them"
         elif self.holdout is not None and not 0 <= self.holdout < 0.5:
             yield f"--holdout {self.holdout}: must be at least 0 and below 0.5"
         for name in ("vocab_size", "sample_megabytes", "processes"):
@@ -85,31 +95,36 @@ class Request:
 
 def prepare(request: Request, force: bool = False, say: Callable[[str], None] = lambda line: None) -> Manifest:
     """Prepare the data and return the manifest of the folder; `say` gets a line for each step."""
-    if problems := list(request.problems()):
-        raise UserError(problems)
-    out, original = request.out, ORIGINALS[request.dataset]
-    done = _already(request, force)
-    if done is not None:
-        say(f"{out}: prepared already, nothing to do")
+    with _explaining(request.out):
+        if problems := list(request.problems()):
+            raise UserError(problems)
+        done = _already(request, force)
+        if done is None:
+            return _prepared_anew(request, say)
+        say(f"{request.out}: prepared already, nothing to do; with --force it is prepared anew, should the source have changed")
         return done
-    with _explaining(out), _working_in(out) as work:
+
+
+def _prepared_anew(request: Request, say: Callable[[str], None]) -> Manifest:
+    out, original = request.out, ORIGINALS[request.dataset]
+    with _working_in(out) as work:
         source = request.source
         if source is None:
             assert original.fetch is not None
             source = original.fetch(request.downloads.expanduser())
         say(f"reading {source}")
         pattern = request.pattern or original.pattern
-        staged = stage(source, work / "staged", pattern, articles=request.articles, utf8=original.utf8)
+        try:
+            staged = stage(source, work / "staged", pattern, articles=request.articles, utf8=original.utf8)
+            sums = sums_by_split(staged, original)
+            differences(original, sums, {})
+        except Exception as error:
+            if request.source is None and source.is_file() and any(isinstance(cause, UserError) for cause in _causes(error)):
+                source.unlink()  # a damaged download must not be met again
+            raise
         if staged.empty:
             more = f" and {len(staged.empty) - 3:,} more" if staged.empty[3:] else ""
             say(f"left out, without text: {', '.join(staged.empty[:3])}{more}")
-        sums = sums_by_split(staged, original)
-        try:
-            differences(original, sums, {})
-        except UserError:
-            if request.source is None and source.is_file():
-                source.unlink()  # a damaged download must not be met again
-            raise
         splits = assign(staged, original, source, pattern, request.split, request.holdout)
         tokenizer = _tokenizer(request, original, staged, splits, work, say)
         (out / MANIFEST).unlink(missing_ok=True)  # with --force: from here on the folder is not whole
@@ -154,8 +169,6 @@ def _counts(request: Request, original: Original, tokenizer: Tokenizer, splits: 
 def _already(request: Request, force: bool) -> Manifest | None:
     """The manifest of a folder that this very request has made; UserError where the folder holds something else."""
     out, path = request.out, request.out / MANIFEST
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: is a file; name a folder")
     if not path.is_file():
         if out.is_dir() and any(out.iterdir()) and not (out / WORK).is_dir():
             raise UserError(f"--out {out}: holds other files; name an empty or new folder")
@@ -172,7 +185,7 @@ def _already(request: Request, force: bool) -> Manifest | None:
 
 @contextmanager
 def _working_in(out: Path) -> Iterator[Path]:
-    """The folder of work in progress, for one process at a time; what an interrupted run staged is removed."""
+    """The folder of work in progress, for one process at a time; the staged text does not outlive the run."""
     work = out / WORK
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
@@ -180,8 +193,11 @@ def _working_in(out: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"--out {out}: another `pmi data prepare` is writing there; wait for it to end") from error
-        shutil.rmtree(work / "staged", ignore_errors=True)
-        yield work
+        shutil.rmtree(work / "staged", ignore_errors=True)  # of a run that was killed
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work / "staged", ignore_errors=True)
 
 
 @contextmanager
@@ -190,8 +206,7 @@ def _explaining(out: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in _causes(error):
             if isinstance(cause, UserError | KeyboardInterrupt):  # `datasets` turns Ctrl-C into a time-out of its own
                 raise cause from None
             full = isinstance(cause, OSError) and (cause.errno in FULL_DISK or "disk space" in str(cause))
@@ -202,9 +217,20 @@ def _explaining(out: Path) -> Iterator[None]:
                     "the same command again: finished shards are kept"
                 ) from error
             if isinstance(cause, OSError) and cause.filename is not None:
-                raise UserError(f"{cause.filename}: {cause.strerror}; mend that or name another --out") from error
-            cause = cause.__cause__ or cause.__context__
+                raise UserError(f"{cause.filename}: {cause.strerror}; mend that or name another place") from error
+            if isinstance(cause, MemoryError) or "abruptly died" in str(cause):  # so `datasets` says of a killed process
+                raise UserError(
+                    "a process that tokenizes was killed, most often for want of memory; run the same command again with "
+                    "fewer --processes: finished shards are kept"
+                ) from error
         raise
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what lies under it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _tokenizer(
@@ -219,8 +245,6 @@ def _tokenizer(
     kind = request.tokenizer or original.tokenizer
     if kind == "bytes":
         return ByteTokenizer()
-    if not original.utf8:
-        raise UserError(f"--tokenizer {kind}: {original.name} is cut inside characters; allowed: bytes")
     if kind not in tokenizer_kinds():
         return load_tokenizer(Path(kind))
     if "train" not in splits:
@@ -268,9 +292,9 @@ def _remove_strangers(out: Path, manifest: Manifest) -> None:
     named = {shard.file for split in manifest.splits.values() for shard in split.shards}
     named |= {f"{name}.{end}" for name in manifest.splits for end in ("index.npy", "names.txt")}
     for name in SPLITS:
-        for path in [*out.glob(f"{name}-*.bin"), *out.glob(f"{name}.*")]:
+        for path in [*out.glob(f"{name}-?????.bin"), out / f"{name}.index.npy", out / f"{name}.names.txt"]:
             if path.name not in named:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
 
 def _processes(request: Request) -> int:

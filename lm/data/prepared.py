@@ -13,11 +13,11 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lm.data.files import sha256_of
 from lm.data.tokenizer import Tokenizer, load_tokenizer
@@ -35,8 +35,9 @@ class Shard(BaseModel):
     """One file of tokens."""
 
     model_config = ConfigDict(extra="forbid")
-    file: str
-    tokens: int
+    file: str = Field(pattern=r"^[a-z]+-\d{5,}\.bin$")
+    """Its name in the folder: never a path that leads elsewhere."""
+    tokens: int = Field(gt=0)
     sha256: str
 
 
@@ -44,8 +45,8 @@ class Split(BaseModel):
     """What a split holds."""
 
     model_config = ConfigDict(extra="forbid")
-    documents: int
-    tokens: int
+    documents: int = Field(gt=0)
+    tokens: int = Field(gt=0)
     words: int
     """Whitespace-separated words (ASCII whitespace)."""
     bytes: int
@@ -78,7 +79,7 @@ class Manifest(BaseModel):
     """The tokenizer's fingerprint."""
     vocab_size: int
     dtype: Literal["uint8", "uint16", "uint32"]
-    splits: dict[str, Split]
+    splits: dict[Annotated[str, Field(pattern="^[a-z]+$")], Split]
 
     def fingerprint(self) -> str:
         """A short hash of every token and every document boundary."""
@@ -137,7 +138,13 @@ class PreparedSplit:
     def names(self) -> list[str]:
         """The documents' names, in order."""
         if self._names is None:
-            self._names = (self.folder / f"{self.name}.names.txt").read_bytes().decode().split("\n")[:-1]
+            path = self.folder / f"{self.name}.names.txt"
+            self._names = path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
+            if len(self._names) != len(self):
+                raise UserError(
+                    f"{path}: {len(self._names):,} names for {len(self):,} documents; "
+                    "restore it or prepare the data again with --force"
+                )
         return self._names
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
@@ -217,12 +224,17 @@ def open_prepared(folder: Path | str, verify: bool = False, tokenizer: str | Non
 
 def _problems(folder: Path, name: str, split: Split, itemsize: int, verify: bool) -> Iterator[str]:
     again = "restore it or prepare the data again with --force"
-    index = folder / f"{name}.index.npy"
-    for path in (index, folder / f"{name}.names.txt"):
-        if not path.is_file():
-            yield f"{path}: missing, the manifest names it; {again}"
-    if verify and index.is_file() and sha256_of(index) != split.index_sha256:
+    index, names = folder / f"{name}.index.npy", folder / f"{name}.names.txt"
+    if not index.is_file():
+        yield f"{index}: missing, the manifest names it; {again}"
+    elif not _fits(index, split):
+        yield f"{index}: not an index of the {split.documents:,} documents that the manifest counts; {again}"
+    elif verify and sha256_of(index) != split.index_sha256:
         yield f"{index}: its checksum is not the manifest's {split.index_sha256[:16]}; {again}"
+    if not names.is_file():
+        yield f"{names}: missing, the manifest names it; {again}"
+    elif verify and names.read_bytes().count(b"\n") != split.documents:
+        yield f"{names}: not one name for each of the {split.documents:,} documents; {again}"
     for shard in split.shards:
         path = folder / shard.file
         if not path.is_file():
@@ -231,6 +243,14 @@ def _problems(folder: Path, name: str, split: Split, itemsize: int, verify: bool
             yield f"{path}: {path.stat().st_size:,} bytes, the manifest says {shard.tokens * itemsize:,}; {again}"
         elif verify and sha256_of(path) != shard.sha256:
             yield f"{path}: its checksum is not the manifest's {shard.sha256[:16]}; {again}"
+
+
+def _fits(index: Path, split: Split) -> bool:
+    try:
+        array = np.load(index, mmap_mode="r")
+    except (ValueError, OSError, EOFError):
+        return False
+    return array.dtype == np.int64 and array.shape == (split.documents, 4) and int(array[-1, :2].sum()) == split.tokens
 
 
 def _map(path: Path) -> mmap.mmap:

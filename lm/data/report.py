@@ -1,5 +1,6 @@
 """What `pmi data prepare` and `pmi data inspect` print about prepared data, and the histogram of document lengths."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from rich.table import Table
 
 from lm.data.prepared import Manifest, Prepared
 from lm.errors import UserError
+
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def padding_share(lengths: NDArray[np.int64], segment: int) -> float:
@@ -39,10 +42,19 @@ def summary(manifest: Manifest) -> Table:
     return table
 
 
+def problems_of(segment: int, longest: int, sample: int, plot: Path | None) -> Iterator[str]:
+    """Everything that is wrong with the flags of `pmi data inspect`."""
+    for name, value, least in (("segment", segment, 1), ("longest", longest, 0), ("sample", sample, 0)):
+        if value < least:
+            yield f"--{name} {value}: must be at least {least}"
+    if plot is not None and plot.suffix not in PICTURES:
+        yield f"--plot {plot}: the picture's type must be one of {', '.join(PICTURES)}"
+    if plot is not None and not plot.parent.is_dir():
+        yield f"--plot {plot}: there is no folder {plot.parent}; make it or name another place"
+
+
 def show(data: Prepared, console: Console, segment: int, longest: int, sample: int) -> None:
     """Print everything `pmi data inspect` shows."""
-    if segment < 1:
-        raise UserError(f"--segment {segment}: must be at least 1")
     manifest = data.manifest
     console.print(summary(manifest))
     whole = manifest.source["all"]
@@ -68,6 +80,8 @@ def show(data: Prepared, console: Console, segment: int, longest: int, sample: i
     document = data.split(first)[0]
     text = data.tokenizer.decode(document.tokens(0, sample).tolist())
     console.print(f"\nthe first {min(sample, document.length)} tokens of {document.name}:", markup=False, soft_wrap=True)
+    # control characters of a text would play with the terminal
+    text = "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
     console.print(text, markup=False, soft_wrap=True)
 
 
@@ -79,13 +93,11 @@ def plot_lengths(data: Prepared, path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    allowed = ("png", "pdf", "svg")
-    if path.suffix.lstrip(".") not in allowed:
-        raise UserError(f"--plot {path}: the picture's type must be one of {', '.join(allowed)}")
     lengths = {name: np.asarray(data.split(name).lengths) for name in data.manifest.splits}
     everything = np.concatenate(list(lengths.values()))
-    low, high = max(1, int(everything.min())), int(everything.max())
-    edges = np.geomspace(low * 0.9, high * 1.1, 41)
+    low, high = float(everything.min()), float(everything.max())
+    middle = (low * high) ** 0.5  # lengths all alike are still shown over more than a decade, so that the axis has numbers
+    edges = np.geomspace(min(low * 0.9, middle / 10), max(high * 1.1, middle * 10), 42)
     figure, panels = pyplot.subplots(
         len(lengths), 1, figsize=(8, 1.2 + 1.8 * len(lengths)), sharex=True, squeeze=False, constrained_layout=True
     )

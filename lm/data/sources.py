@@ -1,7 +1,7 @@
 """Where text comes from: files and folders, plain or in .gz, .xz, .bz2, .zip and .tar.*, read as streams.
 
 Nothing is ever extracted to disk. `texts(path)` gives each text's name and stream; whatever is wrong with a file (cut
-short, damaged, a member that points outside the archive) is a UserError that names it.
+short, damaged, a member that points outside the archive, a bomb) is a UserError that names it.
 """
 
 import bz2
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from lm.errors import UserError
 
@@ -31,13 +31,25 @@ PACKED: dict[str, Callable[[Path], IO[bytes]]] = {
 DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile)
 ARCHIVE_END = 1024
 """A tar ends with two blocks of 512 zero bytes; one without them has been cut short."""
+EXPANSION = 200
+"""Times its own size that a packed file may unpack to; text packs by 3 to 10, so more is a bomb, or no text."""
+SURE = 1 << 30
+"""Bytes that any packed file may unpack to, however well it packs."""
+LONGEST_LINE = 64 << 20
+"""Bytes of a line: a line is never cut, so this bounds the memory that a text without newlines can take."""
+
+
+class Stream(Protocol):
+    """What bytes are read from."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
 
 
 class Text(NamedTuple):
     """One text of a source: its name inside the source and its bytes, to be read before the next text is asked for."""
 
     name: str
-    stream: IO[bytes]
+    stream: Stream
     path: Path
     """The file or archive it is read from."""
 
@@ -48,14 +60,13 @@ def texts(source: Path, pattern: str = "*") -> Iterator[Text]:
     A single plain or compressed file is taken whatever its name.
     """
     if source.is_dir():
-        files = sorted(path for path in source.rglob("*") if path.is_file() and not _hidden(path.relative_to(source)))
-        for path in files:
+        for path in _files(source):
             for text in _texts_of_file(path, str(PurePosixPath(path.relative_to(source)))):
-                if fnmatch.fnmatch(PurePosixPath(text.name).name, pattern):
+                if _wanted(text.name, pattern):
                     yield text
     elif source.is_file():
         for text in _texts_of_file(source, source.name):
-            if not is_archive(source.name) or fnmatch.fnmatch(PurePosixPath(text.name).name, pattern):
+            if not is_archive(source.name) or _wanted(text.name, pattern):
                 yield text
     else:
         raise UserError(f"--source {source}: there is no such file or folder")
@@ -76,11 +87,14 @@ def _texts_of_file(path: Path, name: str) -> Iterator[Text]:
         with unpack(path) if unpack else path.open("rb") as stream:
             if is_archive(path.name):
                 yield from _tar_members(path, stream)
+            elif unpack:
+                yield Text(name.removesuffix(path.suffix), _Unpacked(stream, path), path)
             else:
-                yield Text(name.removesuffix(path.suffix) if unpack else name, stream, path)
+                yield Text(name, stream, path)
 
 
 def _zip_members(path: Path) -> Iterator[Text]:
+    unpacked = _Unpacked(None, path)
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             _refuse_outside(path, member.filename)
@@ -88,20 +102,22 @@ def _zip_members(path: Path) -> Iterator[Text]:
                 raise UserError(f"{path}: member {member.filename!r} is encrypted; unpack it first")
             if not member.is_dir():
                 with archive.open(member) as stream:
-                    yield Text(member.filename, stream, path)
+                    unpacked.stream = stream
+                    yield Text(member.filename, unpacked, path)
 
 
 def _tar_members(path: Path, stream: IO[bytes]) -> Iterator[Text]:
-    tail = _Tail(stream)
+    tail = _Unpacked(stream, path)
     # Streaming mode ("r|"): one pass, whatever the compression; seeking back in an .xz would decompress it again.
     with tarfile.open(fileobj=tail, mode="r|") as archive:  # type: ignore[call-overload]
         for member in archive:
             _refuse_outside(path, member.name)
             if member.isdir():
                 continue
-            content = archive.extractfile(member) if member.isfile() else None
+            content = archive.extractfile(member) if member.isfile() and not member.issparse() else None
             if content is None:
-                raise UserError(f"{path}: member {member.name!r} is a link or a device; only files and folders are read")
+                kind = "sparse, a link or a device"
+                raise UserError(f"{path}: member {member.name!r} is {kind}; only plain files and folders are read")
             yield Text(member.name, content, path)
     while tail.read(BLOCK):
         pass
@@ -109,16 +125,23 @@ def _tar_members(path: Path, stream: IO[bytes]) -> Iterator[Text]:
         raise UserError(f"{path}: the archive is cut short (it lacks its end mark); get the file again")
 
 
-class _Tail:
-    """A stream that remembers the last bytes read from it."""
+class _Unpacked:
+    """What is unpacked from a file: it remembers the last bytes read, and is a UserError where they are far too many."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.stream = stream
+    def __init__(self, stream: Any, path: Path) -> None:
+        self.stream, self._path = stream, path
         self.last = b""
+        self._left = max(SURE, EXPANSION * path.stat().st_size)
 
-    def read(self, size: int = -1) -> bytes:
-        data = self.stream.read(size)
+    def read(self, size: int = -1, /) -> bytes:
+        data: bytes = self.stream.read(size)
         self.last = (self.last + data[-ARCHIVE_END:])[-ARCHIVE_END:]
+        self._left -= len(data)
+        if self._left < 0:
+            raise UserError(
+                f"{self._path}: unpacks to more than {EXPANSION} times its size, as no text does; "
+                "if it is one all the same, unpack it yourself and pass the folder with --source"
+            )
         return data
 
 
@@ -128,8 +151,25 @@ def _refuse_outside(path: Path, member: str) -> None:
         raise UserError(f"{path}: member {member!r} points outside the archive; refuse such a file, get the original")
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files(folder: Path) -> list[Path]:
+    """The files below a folder, sorted; links to files are followed, links to folders refused rather than left out."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if _hidden(str(path.relative_to(folder))):
+            continue
+        if path.is_file():
+            found.append(path)
+        elif path.is_symlink():
+            raise UserError(f"{path}: a link to a folder or to nothing; copy the files there, or remove the link")
+    return found
+
+
+def _wanted(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatch(PurePosixPath(name).name, pattern) and not _hidden(name)
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in PurePosixPath(name).parts)
 
 
 @contextmanager
@@ -159,15 +199,22 @@ class Reading:
     def blocks(self) -> Iterator[bytes]:
         """The text in blocks that end after a newline (but for the last), so that words and pieces are never cut."""
         rest: list[bytes] = []
+        length = 0
         while data := self._read():
             self.size += len(data)
             self._md5.update(data)
             cut = data.rfind(b"\n") + 1
             if cut:
                 yield b"".join([*rest, data[:cut]])
-                rest = [data[cut:]] if cut < len(data) else []
-            else:
-                rest.append(data)
+                rest, length = [], 0
+            if cut < len(data):
+                rest.append(data[cut:])
+                length += len(data) - cut
+            if length > LONGEST_LINE:
+                raise UserError(
+                    f"{self._path}: {self.name!r} has a line of more than {LONGEST_LINE >> 20} MB; "
+                    "put newlines into it, for example: fold -s -w 10000"
+                )
         if rest:
             yield b"".join(rest)
 

@@ -71,9 +71,9 @@ def stage(source: Path, folder: Path, pattern: str, articles: bool, utf8: bool) 
     def rows() -> Iterator[dict[str, bytes]]:
         nonlocal blocks_read
         for text in texts(source, pattern):
-            reading = Reading(text)
-            if text.name in files:
-                raise UserError(f"{text.path}: {text.name!r} is in the source twice; keep one of them, or rename it")
+            reading = Reading(text._replace(name=_shown(text.name)))
+            if reading.name in files:
+                raise UserError(f"{text.path}: {reading.name!r} is in the source twice; keep one of them, or rename it")
             offset = 0
             before = len(documents)
             whole: Iterable[tuple[str | None, bytes]] = ((None, block) for block in reading.blocks())
@@ -83,7 +83,7 @@ def stage(source: Path, folder: Path, pattern: str, articles: bool, utf8: bool) 
                 offset += len(block)
                 if title is not None or len(documents) == before:
                     name = reading.name if title is None else f"{reading.name}: {title}"
-                    documents.append(Planned(" ".join(name.split("\n")), reading.name))
+                    documents.append(Planned(_shown(name), reading.name))
                 documents[-1].spans.append(Span(blocks_read, 0, len(block)))
                 blocks_read += 1
                 yield {"text": block}
@@ -100,6 +100,11 @@ def stage(source: Path, folder: Path, pattern: str, articles: bool, utf8: bool) 
         writer_batch_size=ROWS_AT_A_TIME,
     )
     return Staged(blocks, documents, files, empty)
+
+
+def _shown(name: str) -> str:
+    """A name that fits on a line: what is not printable, or not UTF-8 in the file system, becomes U+FFFD."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in name)
 
 
 def _or_placeholder(rows: Callable[[], Iterator[dict[str, bytes]]]) -> Iterator[dict[str, bytes]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.data.tokenizer import Tokenizer, read_model_file
+from lm.errors import UserError
 
 FILE = "words.txt"
 EOS = "<eos>"
@@ -69,4 +70,7 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def restore(cls, description: dict[str, Any], folder: Path) -> "WordTokenizer":
-        return cls(read_model_file(folder, FILE).decode().split("\n")[:-1])
+        words = read_model_file(folder, FILE).decode("utf-8", errors="replace").split("\n")[:-1]
+        if missing := [word for word in (EOS, UNK) if word not in words]:
+            raise UserError(f"{folder / FILE}: no {' and no '.join(missing)} in it; restore the folder")
+        return cls(words)

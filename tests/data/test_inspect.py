@@ -30,6 +30,14 @@ def test_every_damage_to_prepared_data_is_named(pmi: Pmi, books: Path, tmp_path:
     code, _, stderr = pmi("data", "inspect", folder, "--verify")
     assert code == 2
     assert "checksum is not the manifest's" in stderr
+    index, names = folder / "train.index.npy", folder / "train.names.txt"
+    for path, message in ((index, "not an index of the 12 documents"), (names, "names for 12 documents")):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:100])
+        code, _, stderr = pmi("data", "inspect", folder)
+        assert code == 2
+        assert message in stderr
+        path.write_bytes(whole)
     shard.unlink()
     (folder / "test.names.txt").unlink()
     with pytest.raises(UserError) as error:
@@ -39,6 +47,24 @@ def test_every_damage_to_prepared_data_is_named(pmi: Pmi, books: Path, tmp_path:
     (folder / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="dataset"):
         open_prepared(folder)
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(pmi: Pmi, books: Path, tmp_path: Path) -> None:
+    folder = prepared(pmi, books, tmp_path / "out")
+    text = (folder / "manifest.json").read_text()
+    for honest, hostile in (('"train-00000.bin"', '"../train-00000.bin"'), ('"train": {', '"../train": {')):
+        (folder / "manifest.json").write_text(text.replace(honest, hostile))
+        with pytest.raises(UserError, match="should match pattern"):
+            open_prepared(folder)
+
+
+def test_all_mistakes_in_the_flags_of_inspect_are_told_at_once(pmi: Pmi, tmp_path: Path) -> None:
+    flags = {"--segment": 0, "--longest": -1, "--sample": -1, "--plot": tmp_path / "nowhere/x.doc"}
+    code, stdout, stderr = pmi("data", "inspect", tmp_path, *(part for item in flags.items() for part in item))
+    assert code == 2
+    assert not stdout
+    for part in (*flags, "must be one of .png", "there is no folder", "no prepared data"):
+        assert part in stderr, part
 
 
 def test_a_tokenizer_that_is_not_the_datas_own_is_refused(pmi: Pmi, books: Path, tmp_path: Path) -> None:
@@ -66,7 +92,7 @@ def test_inspect_shows_everything_and_draws_a_picture(pmi: Pmi, books: Path, tmp
     assert (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
     code, _, stderr = pmi("data", "inspect", folder, "--plot", tmp_path / "lengths.doc")
     assert code == 2
-    assert "must be one of png, pdf, svg" in stderr
+    assert "must be one of .png, .pdf, .svg" in stderr
     code, _, stderr = pmi("data", "inspect", tmp_path)
     assert code == 2
     assert "no prepared data" in stderr

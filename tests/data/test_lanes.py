@@ -7,8 +7,10 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -75,15 +77,27 @@ def epoch_of(reader: Lanes, lane: int) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(corpora(), st.integers(1, 4))
-def test_every_token_of_an_epoch_is_a_target_exactly_once(corpus: dict, world: int) -> None:
+@given(corpora(), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=4))
+def test_every_token_of_an_epoch_is_a_target_exactly_once_whatever_the_ranks_and_stops(
+    corpus: dict, runs: list[tuple[int, int]]
+) -> None:
+    """`runs`: how many ranks read, and how many steps until they stop; over and over until two epochs are read."""
     with opened(corpus) as (data, options):
         seen: dict[int, Counter] = defaultdict(Counter)
-        for reader in ranks(data, options, min(world, options["lanes"])):
-            while any(epoch_of(reader, lane) < 2 for lane in reader.own):
-                before = {lane: epoch_of(reader, lane) for lane in reader.own}
-                for lane, segments in take([reader], 1).items():
-                    seen[before[lane]].update(segments[0][1])
+        state = None
+        most = 20 * sum(corpus["lengths"])  # of runs: an epoch that never ends fails here instead of running on
+        for world, steps in islice(cycle(runs), most):
+            readers = ranks(data, options, min(world, options["lanes"]))
+            for reader in readers:
+                if state is not None:
+                    reader.load_state_dict(state)
+                for _ in range(steps):
+                    epochs = {lane: epoch_of(reader, lane) for lane in reader.own}
+                    for lane, segments in take([reader], 1).items():
+                        seen[epochs[lane]].update(segments[0][1])
+            state = json.loads(json.dumps(merge_states(reader.state_dict() for reader in readers)))
+            if all(epoch >= 2 for epoch, _, _ in state["cursors"].values()):
+                break
         expected = Counter(range(sum(corpus["lengths"])))
         assert seen[0] == expected
         assert seen[1] == expected
@@ -147,6 +161,26 @@ def test_lanes_are_balanced_by_length(corpus: dict) -> None:
         cut = len(corpus["lengths"]) < 4 * options["lanes"]
         longest = max(-(-length // options["segment"]) for length in corpus["lengths"])
         assert max(sizes) - min(sizes) <= (1 if cut else longest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=8, max_size=60), st.integers(1, 8), st.integers(0, 9))
+def test_no_lane_has_more_than_another_by_more_than_its_shortest_document(sizes: list[int], lanes: int, seed: int) -> None:
+    hands = deal(np.asarray(sizes), shuffled(len(sizes), seed, 0), lanes)
+    assert sorted(document for hand in hands for document in hand) == list(range(len(sizes)))
+    least = min(sum(sizes[document] for document in hand) for hand in hands)
+    for hand in hands:
+        own = [sizes[document] for document in hand]
+        assert sum(own) - min(own) <= least
+
+
+def test_documents_are_cut_where_they_are_fewer_than_four_per_lane(tmp_path: Path) -> None:
+    """One document of 100 segments and some of 1: cut, the lanes share it; whole, one lane alone has it."""
+    for documents, alone in ((15, False), (16, True)):
+        (tmp_path / str(documents)).mkdir()
+        lanes = Lanes(made(tmp_path / str(documents), [1000, *[10] * (documents - 1)]), "train", lanes=4, segment=10)
+        lanes.next_batch(99)
+        assert [epoch_of(lanes, lane) == 0 for lane in lanes.own].count(True) == alone
 
 
 def test_one_long_document_gives_each_lane_one_contiguous_part(tmp_path: Path) -> None:

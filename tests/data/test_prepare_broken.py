@@ -3,6 +3,7 @@
 import fcntl
 import gzip
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -184,7 +185,7 @@ MISTAKES: dict[str, tuple[dict[str, str | bytes], list[str], str]] = {
     "model type": (
         {"train/a.txt": "x\n"},
         ["text", "--model-type", "char"],
-        "type 'char' is unknown; allowed: unigram, bpe",
+        "--model-type 'char': unknown; allowed: unigram, bpe",
     ),
     "truncated": (
         {"enwik8.gz": gzip.compress(os.urandom(99_999))[:50_000]},
@@ -227,3 +228,61 @@ def test_a_place_where_nothing_can_be_written_is_named(pmi: Pmi, books: Path, tm
     code, _, stderr = pmi("data", "prepare", "text", "--source", books, "--out", tmp_path / "file" / "out")
     assert code == 2
     assert "Not a directory" in stderr
+
+
+def test_all_mistakes_in_the_flags_are_told_at_once_and_before_anything_is_read(pmi: Pmi, tmp_path: Path) -> None:
+    write(tmp_path, {"file": "x"})
+    flags = {
+        "--source": tmp_path / "nowhere",
+        "--out": tmp_path / "file",
+        "--tokenizer": tmp_path,
+        "--model-type": "char",
+        "--split": "val",
+        "--holdout": 2,
+        "--vocab-size": 0,
+        "--sample-megabytes": -1,
+        "--processes": 0,
+    }
+    code, _, stderr = pmi("data", "prepare", "enwik9", "--articles", *(part for item in flags.items() for part in item))
+    assert code == 2
+    assert "data set 'enwik9' is unknown; allowed: enwik8" in stderr
+    for flag in ("--articles", *flags):
+        assert f"error: {flag}" in stderr, flag
+    assert len(stderr.splitlines()) == len(flags) + 2
+
+
+def test_a_name_too_long_and_a_vocabulary_too_large_for_a_number_are_messages(pmi: Pmi, books: Path, tmp_path: Path) -> None:
+    code, _, stderr = pmi("data", "prepare", "text", "--source", books, "--out", tmp_path / ("x" * 300))
+    assert code == 2
+    assert "File name too long" in stderr
+    base = ("data", "prepare", "text", "--source", books, "--out", tmp_path / "out", "--vocab-size")
+    assert pmi(*base, 10**12)[0] == 2
+    code, _, stderr = pmi(*base, 260)
+    assert code == 2
+    assert re.search(r"--vocab-size 260: too few pieces .* at least \d+ here", stderr)
+    assert not list((tmp_path / "out/.work").glob("staged*")), "the staged text is left behind"
+
+
+def test_a_worker_that_is_killed_is_a_message(tmp_path: Path, moby_dick: str) -> None:
+    write(tmp_path / "source", {f"train/{i:03}.txt": moby_dick for i in range(30)})
+    process = start("text", "--source", tmp_path / "source", "--out", tmp_path / "out", "--tokenizer", "words", "--processes", 2)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out/.work").glob("train-*.json")):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    psutil.Process(process.pid).children()[0].kill()  # the first of the pool; the last is the server of its queue
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert "was killed, most often for want of memory; run the same command again with fewer --processes" in output
+    assert "Traceback" not in output
+
+
+def test_force_removes_no_file_but_its_own(pmi: Pmi, books: Path, tmp_path: Path) -> None:
+    base = ("data", "prepare", "text", "--source", books, "--out", tmp_path / "out", "--tokenizer", "bytes")
+    assert pmi(*base)[0] == 0
+    write(tmp_path / "out", {"test.txt": "a note", "train-plan.bin": "another"})
+    assert pmi(*base, "--split", "train", "--force")[0] == 0
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"test.txt", "train-plan.bin"} <= left
+    assert not {"test.index.npy", "test.names.txt", "test-00000.bin"} & left

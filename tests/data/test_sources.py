@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lm.data import sources
 from lm.data.sources import BLOCK, Reading, decoded, texts
 from lm.errors import UserError
 
@@ -107,8 +108,55 @@ def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
         member = tarfile.TarInfo("train/a.txt")
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(member)
-    with pytest.raises(UserError, match=r"'train/a\.txt' is a link or a device"):
+    with pytest.raises(UserError, match=r"'train/a\.txt' is sparse, a link or a device"):
         read(tmp_path / "x.tar")
+
+
+def test_a_sparse_member_whose_holes_would_be_read_as_zeros_is_refused(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("a.txt")
+    member.type, member.size = tarfile.GNUTYPE_SPARSE, 0
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        archive.addfile(member)
+    with pytest.raises(UserError, match=r"'a\.txt' is sparse"):
+        read(tmp_path / "x.tar")
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.xz", "a.txt.bz2", "all.zip", "all.tar.xz"])
+def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / name).write_bytes(packed(name))
+    monkeypatch.setattr(sources, "SURE", len(TEXT) // 2)
+    monkeypatch.setattr(sources, "EXPANSION", 1)
+    with pytest.raises(UserError, match=f"{name}: unpacks to more than 1 times its size"):
+        read(tmp_path / name)
+    monkeypatch.setattr(sources, "SURE", 1 << 30)
+    assert TEXT in read(tmp_path / name).values()
+
+
+def test_a_line_too_long_to_be_held_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LONGEST_LINE", 2 * BLOCK)
+    (tmp_path / "a.txt").write_bytes(b"x" * 2 * BLOCK + b"\n" + b"y" * 2 * BLOCK)
+    assert sum(map(len, read(tmp_path).values())) == 4 * BLOCK + 1
+    (tmp_path / "a.txt").write_bytes(b"x" * (2 * BLOCK + 1))
+    with pytest.raises(UserError, match=r"'a\.txt' has a line of more than 2 MB; put newlines into it"):
+        read(tmp_path)
+
+
+def test_a_link_to_a_folder_is_refused_and_one_to_a_file_read(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/b.txt").write_bytes(b"text")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a.txt").symlink_to(tmp_path / "elsewhere/b.txt")
+    assert read(tmp_path / "source") == {"a.txt": b"text"}
+    (tmp_path / "source/train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="train: a link to a folder"):
+        read(tmp_path / "source")
+
+
+@pytest.mark.parametrize("pack", [tar_of, zip_of])
+def test_hidden_members_are_left_out(tmp_path: Path, pack: Callable) -> None:
+    path = tmp_path / ("x.tar" if pack is tar_of else "x.zip")
+    path.write_bytes(pack({"./train/a.txt": b"text", "train/._a.txt": b"\xff", "__MACOSX/._a.txt": b"\xff"}))
+    assert list(read(path)) == ["./train/a.txt"]
 
 
 def test_hidden_files_and_files_of_another_pattern_are_left_out(tmp_path: Path) -> None:

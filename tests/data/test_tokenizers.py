@@ -109,6 +109,10 @@ def test_a_changed_or_missing_model_file_is_refused(tmp_path: Path, words: WordT
     (tmp_path / "words.txt").write_text("<eos>\n<unk>\nother\n")
     with pytest.raises(UserError, match="the files beside it give"):
         load_tokenizer(tmp_path)
+    WordTokenizer(["<eos>", "<unk>", "a"]).save(tmp_path)
+    (tmp_path / "words.txt").write_text("a\n<unk>\nb\n")
+    with pytest.raises(UserError, match="no <eos> in it"):
+        load_tokenizer(tmp_path)
     (tmp_path / "words.txt").unlink()
     with pytest.raises(UserError, match=r"words\.txt: missing"):
         load_tokenizer(tmp_path)
