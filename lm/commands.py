@@ -1,5 +1,7 @@
 """How all commands behave: every mistake in the flags is reported at once, and no mistake of the user gives a traceback."""
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -66,6 +68,14 @@ def run(application: typer.Typer, args: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         stderr.print("interrupted")
         return 130
+    except BrokenPipeError:  # whoever read our output has gone, as in `pmi generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        stderr.print(
+            f"error: {error.filename or 'files'}: {error.strerror or error}; nothing more was done", markup=False, soft_wrap=True
+        )
+        return 2
     except SystemExit as exit_:  # how typer ends
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0

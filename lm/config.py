@@ -27,11 +27,11 @@ class DeltaConfig(Schema):
 
     source: Literal["tokens", "slots", "both"] = "tokens"
     """What is written: associations between a segment's tokens, between the working slots, or both, in this order."""
-    key_width: int = Field(32, ge=1)
+    key_width: int = Field(32, ge=1, le=4_096)
     """Rows of each fragment's matrix."""
-    value_width: int = Field(32, ge=1)
+    value_width: int = Field(32, ge=1, le=4_096)
     """Columns of each fragment's matrix."""
-    convolution: int = Field(3, ge=1)
+    convolution: int = Field(3, ge=1, le=64)
     """Width of the causal convolution over a segment's keys (1: none), so that neighbours can be bound."""
     top_k: int | None = Field(None, ge=1)
     """Competition among a segment's writes: only the strongest are kept in each fragment (null: all)."""
@@ -46,17 +46,17 @@ class MemoryConfig(Schema):
     """Whether the memory layers share one set of weights."""
     layers: Literal["all"] | list[int] = "all"
     """Which decoder layers carry memory, counted from 0."""
-    slots: int = Field(8, ge=2)
+    slots: int = Field(8, ge=2, le=4_096)
     """N: slots of working memory (and of each long-term fragment); with a single one there would be nothing to choose."""
-    fragments: int = Field(5, ge=1)
+    fragments: int = Field(5, ge=1, le=4_096)
     """C: fragments of long-term memory."""
     top_k: int | None = Field(5, ge=1)
     """Winners of the competition to be written and of the long-term read, per slot and head (null: soft competition)."""
-    mlp_layers: int = Field(4, ge=1)
+    mlp_layers: int = Field(4, ge=1, le=64)
     """Layers of the network that turns what was attended into the candidate for working memory."""
-    heads: int = Field(8, ge=1)
+    heads: int = Field(8, ge=1, le=1_024)
     """Heads of all memory attention."""
-    width: int | None = Field(None, ge=1)
+    width: int | None = Field(None, ge=1, le=65_536)
     """Width of a slot (null: the model's width). Must be a multiple of `heads`."""
     alpha: float = Field(0.7, ge=0, le=1)
     """Initial share of what is read from working memory against what long-term memory makes of it; learned."""
@@ -93,19 +93,19 @@ class MemoryConfig(Schema):
 class ModelConfig(Schema):
     """A decoder with (or without) memory."""
 
-    vocab_size: int = Field(ge=2)
+    vocab_size: int = Field(ge=2, le=10_000_000)
     """Number of token ids, BOS included."""
-    layers: int = Field(ge=1)
+    layers: int = Field(ge=1, le=1024)
     """Decoder layers."""
-    width: int = Field(ge=2)
+    width: int = Field(ge=2, le=65_536)
     """Features per token."""
     heads: int = Field(ge=1)
     """Attention heads. Must divide `width`."""
-    feedforward: int = Field(ge=1)
+    feedforward: int = Field(ge=1, le=1_000_000)
     """Inner width of the feed-forward network."""
-    segment: int = Field(ge=1)
+    segment: int = Field(ge=1, le=8_192)
     """T: tokens per segment. Memory is written when a segment is complete and first read in the next one."""
-    window: int = Field(ge=0)
+    window: int = Field(ge=0, le=65_536)
     """W: keys and values of earlier segments that attention sees besides its own segment."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the embedding and on what each part adds to the residual stream."""

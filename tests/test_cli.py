@@ -90,3 +90,19 @@ def test_the_demo_trains_saves_and_generates(tmp_path: Path, capsys: pytest.Capt
     assert "bits per byte" in capsys.readouterr().out
     assert run(app, ["generate", "--checkpoint", str(tmp_path / "model"), "--prompt", "Ahab", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("Ahab")
+
+
+def test_a_reader_that_goes_away_and_a_file_that_cannot_be_written_give_no_traceback(tmp_path: Path) -> None:
+    assert run(app, ["demo", "--out", str(tmp_path), "--steps", "1"]) == 0
+    command = [sys.executable, "-m", "lm", "generate", "--checkpoint", str(tmp_path / "model"), "--tokens", "3000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(20)
+        process.stdout.close()
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+        assert process.wait(60) == 0
+    result = pmi("certify", str(tmp_path / "model"), "--segments", "8", "--json", str(tmp_path / "no" / "where.json"))
+    assert result.returncode == 2
+    assert "where.json" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from lm.config import ModelConfig, read_mapping, validate
@@ -74,22 +74,25 @@ def from_pretrained(folder: Path, device: torch.device | str = "cpu") -> Checkpo
     description = read_mapping(folder / CONFIG)
     if description.get("format") != FORMAT:
         raise UserError(f"{folder / CONFIG}: format {description.get('format')!r}; this version reads format {FORMAT}")
-    model = PMI(validate(ModelConfig, description.get("model", {}), str(folder / CONFIG)))
+    config = validate(ModelConfig, description.get("model", {}), str(folder / CONFIG))
+    with torch.device("meta"):  # nothing is allocated for a configuration that the weights do not bear out
+        shapes = {name: list(p.shape) for name, p in PMI(config).named_parameters()}
     try:
-        weights = load_file(folder / WEIGHTS)
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        weights = load_file(folder / WEIGHTS) if found == shapes else {}
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{folder / WEIGHTS}: damaged or not safetensors ({error}); copy or export the model again") from error
-    wanted = dict(model.named_parameters())
-    problems = [f"{folder / WEIGHTS}: tensor {name!r} is missing" for name in wanted.keys() - weights.keys()]
-    problems += [f"{folder / WEIGHTS}: tensor {name!r} is not part of this model" for name in weights.keys() - wanted.keys()]
-    for name in sorted(wanted.keys() & weights.keys()):
-        if wanted[name].shape != weights[name].shape:
-            shapes = f"{list(weights[name].shape)}, config.json says {list(wanted[name].shape)}"
-            problems.append(f"{folder / WEIGHTS}: tensor {name!r} is {shapes}")
+    problems = [f"{folder / WEIGHTS}: tensor {name!r} is missing" for name in shapes.keys() - found.keys()]
+    problems += [f"{folder / WEIGHTS}: tensor {name!r} is not part of this model" for name in found.keys() - shapes.keys()]
+    for name in sorted(shapes.keys() & found.keys()):
+        if shapes[name] != found[name]:
+            problems.append(f"{folder / WEIGHTS}: tensor {name!r} is {found[name]}, {CONFIG} says {shapes[name]}")
     if problems:
         raise UserError(sorted(problems))
+    model = PMI(config)
     with torch.no_grad():
-        for name, parameter in wanted.items():
+        for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size != model.config.vocab_size:

@@ -80,6 +80,14 @@ def test_a_damaged_folder_is_refused(folder: Path, damage: str) -> None:
         from_pretrained(folder)
 
 
+def test_a_configuration_far_beyond_its_weights_is_refused_before_anything_is_allocated(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    content["model"] |= {"width": 65_536, "feedforward": 1_000_000, "layers": 1024}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"config.json says"):
+        from_pretrained(folder)
+
+
 def test_a_tokenizer_of_another_size_is_not_saved_with_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="257 ids, the model 300"):
         save_pretrained(PMI(load_model_config("tiny", ["vocab_size=300"])), ByteTokenizer(), tmp_path)
