@@ -34,7 +34,7 @@ def ratio(ours: list[float], theirs: list[float]) -> Ratio:
     return Ratio(median, low, high, len(rounds))
 
 
-def in_turns(contenders: dict[str, Callable[[], None]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
+def in_turns(contenders: dict[str, Callable[[], None]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds of each contender in each round; every round runs all of them, in an order that rotates."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)

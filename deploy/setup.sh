@@ -27,7 +27,7 @@ fi
 python=${PYTHON:-}
 for candidate in python3.13 python3.12 python3.11 python3; do
   [ -n "$python" ] && break
-  if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
     python=$candidate
   fi
 done

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lm.commands import Commands, run, stderr, stdout
 from lm.data.cli import app as data_app
+from lm.errors import collecting, noting
 
 app = Commands(help="A language model with a real memory: train it, evaluate it, serve it.")
 model_app = Commands(help="Look at model configurations.")
@@ -18,7 +19,7 @@ app.add_typer(model_app, name="model")
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0)]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**63 - 1)]
 
 
 @model_app.command(
@@ -67,8 +68,17 @@ def certify(
     from lm.model import certificate
     from lm.model.pretrained import from_pretrained, resolve_device
 
+    with collecting() as problems:
+        with noting(problems):
+            target = resolve_device(device)
+        if dtype not in certificate.DTYPES:
+            problems.append(f"--dtype {dtype!r}: must be one of {sorted(certificate.DTYPES)}")
+        if json_ is not None and not json_.parent.is_dir():
+            problems.append(f"--json {json_}: there is no folder {json_.parent}; make it first")
+        with noting(problems):
+            loaded = from_pretrained(checkpoint)
     with stderr.status("loading") as status:
-        loaded = from_pretrained(checkpoint, resolve_device(device))
+        loaded.model.to(target)
         proofs = certificate.certify(loaded.model, dtype, seed, segments, lambda name: status.update(f"proving: {name}"))
     table = Table("proof", "figure", "bound", "", "", title=f"{checkpoint} ({loaded.fingerprint}, {dtype})")
     for proof in proofs:
@@ -91,7 +101,7 @@ def generate(
     checkpoint: Annotated[Path, typer.Option(help="A model folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(help="How many tokens to generate.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is wilder.", min=0)] = 0.8,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is wilder.", min=0, max=100)] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only.", min=1)] = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -100,7 +110,14 @@ def generate(
     from lm.generation.sample import stream
     from lm.model.pretrained import from_pretrained, resolve_device
 
-    loaded = from_pretrained(checkpoint, resolve_device(device))
+    with collecting() as problems:
+        with noting(problems):
+            target = resolve_device(device)
+        if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+            problems.append(f"--prompt {prompt!r}: not valid UTF-8; give text")
+        with noting(problems):
+            loaded = from_pretrained(checkpoint)
+    loaded.model.to(target)
     sys.stdout.write(prompt)
     for piece in stream(loaded, prompt, tokens, temperature, top_k, seed):
         sys.stdout.write(piece)

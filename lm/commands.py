@@ -1,6 +1,6 @@
 """How all commands behave: every mistake in the flags is reported at once, and no mistake of the user gives a traceback."""
 
-import os
+import io
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -59,6 +59,8 @@ class Commands(typer.Typer):
 
 def run(application: typer.Typer, args: list[str] | None = None) -> int:
     """Run a command line; every mistake of the user becomes a message and exit code 2, never a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
         application(args=args, prog_name="pmi")
     except UserError as error:
@@ -68,9 +70,6 @@ def run(application: typer.Typer, args: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         stderr.print("interrupted")
         return 130
-    except BrokenPipeError:  # whoever read our output has gone, as in `pmi generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         stderr.print(
             f"error: {error.filename or 'files'}: {error.strerror or error}; nothing more was done", markup=False, soft_wrap=True

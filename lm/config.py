@@ -5,6 +5,7 @@ Mistakes are reported all at once, each with its place, its value and what is al
 """
 
 import json
+import math
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lm.errors import UserError, from_validation
+from lm.errors import UserError, collecting, from_validation
 
 
 class Schema(BaseModel):
@@ -71,12 +72,6 @@ class MemoryConfig(Schema):
     correction: bool = False
     """Whether what was read from long-term memory attends to what was read from working memory (needs read: both).
     false is the paper's w/o 2."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "MemoryConfig":
-        if self.correction and self.read != "both":
-            raise ValueError(f"correction: true needs read: both, not {self.read}; set correction: false or read: both")
-        return self
 
     @property
     def keeps_working(self) -> bool:
@@ -137,6 +132,11 @@ class ModelConfig(Schema):
             problems.append(f"cutoffs: {self.cutoffs} must rise strictly between 0 and vocab_size {self.vocab_size}")
         if self.memory is not None:
             memory, width = self.memory, self.memory.width or self.width
+            if memory.correction and memory.read != "both":
+                problems.append(
+                    f"memory.correction: true needs memory.read: both, not {memory.read}; "
+                    "set memory.correction: false or memory.read: both"
+                )
             if memory.keeps_working and width % memory.heads:
                 problems.append(
                     f"memory.heads: {memory.heads} does not divide the memory's width {width}; "
@@ -147,7 +147,7 @@ class ModelConfig(Schema):
                     f"memory.layers: {memory.layers} must name layers 0..{self.layers - 1}; for no memory at all set memory: off"
                 )
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("\n".join(problems))
         return self
 
     @property
@@ -234,20 +234,24 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`values` with each `key.path=value` applied; values are read as YAML."""
     result: dict[str, Any] = json.loads(json.dumps(values))
-    for item in overrides:
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise UserError(f"--set {item!r}: must look like key.path=value, for example memory.top_k=null")
-        *parents, last = key.split(".")
-        place = result
-        for part in parents:
-            if not isinstance(place.get(part), dict):
-                place[part] = {}
-            place = place[part]
-        try:
-            place[last] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {item!r}: {value!r} is not a YAML value ({error})") from error
+    with collecting() as problems:
+        for item in overrides:
+            key, equals, text = item.partition("=")
+            if not equals or not key:
+                problems.append(f"--set {item!r}: must look like key.path=value, for example memory.top_k=null")
+                continue
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError:
+                problems.append(f"--set {item!r}: {text!r} is not a YAML value; quote it, or write lists as [1, 2]")
+                continue
+            *parents, last = key.split(".")
+            place = result
+            for part in parents:
+                if not isinstance(place.get(part), dict):
+                    place[part] = {}
+                place = place[part]
+            place[last] = value
     return result
 
 
@@ -260,4 +264,5 @@ def validate(schema: type[AnySchema], values: dict[str, Any], source: str) -> An
 
 
 def _divisors(n: int) -> list[int]:
-    return [i for i in range(1, n + 1) if n % i == 0]
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})

@@ -24,16 +24,25 @@ def collecting() -> Iterator[list[str]]:
         raise UserError(problems)
 
 
+@contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """Note a UserError of the block among `problems` and go on."""
+    try:
+        yield
+    except UserError as error:
+        problems.extend(error.problems)
+
+
 def from_validation(error: ValidationError, source: str) -> UserError:
     """All problems of a pydantic validation, one line each: where, the value, what was allowed."""
-    return UserError(_line(dict(item), source) for item in error.errors(include_url=False))
+    return UserError(line for item in error.errors(include_url=False) for line in _lines(dict(item), source))
 
 
-def _line(item: dict[str, Any], source: str) -> str:
+def _lines(item: dict[str, Any], source: str) -> list[str]:
     where = ".".join(str(part) for part in item["loc"] if not str(part).startswith("function-"))
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
         message = "unknown key; see the comments in configs/ for the keys there are"
     value = item.get("input")
     shown = "" if isinstance(value, dict) else f" (got {value!r})"
-    return f"{source}: {where + ': ' if where else ''}{message}{shown}"
+    return [f"{source}: {where + ': ' if where else ''}{line}{shown}" for line in message.splitlines()]

@@ -13,7 +13,7 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     """A token id from logits [vocab]: the largest at temperature 0, else drawn."""
     if temperature == 0:
         return int(logits.argmax())
-    logits = logits.float() / temperature
+    logits = (logits.float() - logits.max()) / temperature  # from the top, so that no temperature overflows
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 
-from lm.errors import UserError
 from lm.model.decoder import PMI
 from lm.model.proofs import Proof, draw_zeros, liveness, prove
 
@@ -18,8 +17,6 @@ def certify(model: PMI, dtype: str, seed: int, segments: int, progress: Callable
     Where a projection is still all zero (a fresh checkpoint), a leak behind it could not be seen: the proofs then run on a copy
     with those drawn at random. Liveness is always measured on the model itself, for that is what will be used.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype!r}: must be one of {sorted(DTYPES)}")
     model = model.compute_in(DTYPES[dtype])
     fresh = any(p.dim() > 1 and p.numel() and not bool(p.any()) for p in model.parameters())
     subject = draw_zeros(copy.deepcopy(model), seed) if fresh else model

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lm.model.memory import memory_shapes
 from lm.model.state import State, named_tensors
 
 if TYPE_CHECKING:
@@ -27,17 +26,17 @@ def check_call(model: "PMI", tokens: Tensor, state: State, lengths: Tensor | Non
     lanes, count = tokens.shape
     if not tokens.numel():
         raise InputError(f"tokens are empty: shape {[lanes, count]}; a call needs one lane and one token at least")
-    check_state(model, state)
     if state.lanes != lanes:
         raise StateError(f"tokens have {lanes} lanes but the state has {state.lanes}; use state.select or initial_state({lanes})")
+    check_state(model, state)
     low, high = (int(x) for x in tokens.aminmax())
     if low < 0 or high >= model.config.vocab_size:
         bad = low if low < 0 else high
         raise InputError(f"token id {bad} is out of range; this model knows 0..{model.config.vocab_size - 1}")
     if lengths is not None:
         low, high = (int(x) for x in lengths.aminmax()) if lengths.numel() else (0, 0)
-        if list(lengths.shape) != [lanes] or low < 0 or high > count:
-            raise InputError(f"lengths must be one number of 0..{count} for each of {lanes} lanes; got {lengths.tolist()}")
+        if lengths.dtype != torch.int64 or list(lengths.shape) != [lanes] or low < 0 or high > count:
+            raise InputError(f"lengths must be one int64 of 0..{count} for each of {lanes} lanes; got {lengths.tolist()}")
     if starts is not None:
         _check_starts(model, tokens, state, lengths, starts)
     if donate and torch.is_grad_enabled():
@@ -64,44 +63,50 @@ def _check_starts(model: "PMI", tokens: Tensor, state: State, lengths: Tensor | 
 
 
 def check_state(model: "PMI", state: State) -> None:
-    """Raise StateError unless `state` has the shape and types that this model's states have."""
-    config = model.config
-    counts = (len(state.keys), len(state.values), len(state.memories), len(state.readouts), len(state.open))
-    shared = model.shared_state
-    layers = len(model.layers_with_memory)
-    readouts = len(model.memories) if shared else layers
-    wanted = (config.layers, config.layers, model.initial_memory.count, readouts, layers)
-    if counts != wanted:
-        raise StateError(
-            f"the state is of another model: it has (keys, values, memories, readouts, open) {counts}, this model {wanted}"
-        )
-    cache = (config.window + config.segment, config.heads, config.width // config.heads)
-    if tuple(state.keys[0].shape[1:]) != cache:
-        raise StateError(
-            f"the state is of another model: its caches are {tuple(state.keys[0].shape[1:])}, "
-            f"this model's (window + segment, heads, head width) {cache}"
-        )
-    if state.memories:
-        shapes = tuple(tuple(level.shape[1:]) for level in state.memories[0])
-        if shapes != memory_shapes(config):
-            raise StateError(f"the state is of another model: its memory is {shapes}, this model's {memory_shapes(config)}")
-        kept, own = state.memories[0].working.dtype, model.initial_memory.dtype
-        if kept != own:
-            raise StateError(f"memory is {kept}, but this model keeps it in {own}")
-    if state.keys[0].dtype not in (model.dtype, torch.float32):
-        raise StateError(f"the state was made in {state.keys[0].dtype}, this model computes in {model.dtype}")
-    if state.position.device != model.device:
-        raise StateError(f"the state is on {state.position.device}, the model on {model.device}; use state.to(model.device)")
+    """Raise StateError unless every part of `state` has the shape and type that this model's states have.
+
+    Two models of the same shapes cannot be told apart here; snapshots carry fingerprints for that.
+    """
+    if model.dtype not in model.blueprints:
+        model.blueprints[model.dtype] = dict(named_tensors(model.blank_state(1, "meta")))
+    wanted = model.blueprints[model.dtype]
+    found = dict(named_tensors(state))
+    odd = sorted(wanted.keys() ^ found.keys())
+    if odd:
+        raise StateError(f"the state is of another model: {', '.join(odd[:4])} in only one of them")
+    for name, x in found.items():
+        if x.shape[1:] != wanted[name].shape[1:]:
+            raise StateError(
+                f"the state is of another model: {name} is {list(x.shape[1:])}, this model's {list(wanted[name].shape[1:])}"
+            )
+        if x.shape[0] != state.lanes:
+            raise StateError(f"the state does not agree with itself: {name} has {x.shape[0]} lanes, position {state.lanes}")
+        # caches in float32 serve a decoder that computes in less (autocast)
+        if x.dtype != wanted[name].dtype and not (name.startswith(("keys", "values")) and x.dtype == torch.float32):
+            raise StateError(f"{name} was made in {x.dtype}, this model keeps it in {wanted[name].dtype}")
+        if x.device != model.device:
+            raise StateError(f"{name} is on {x.device}, the model on {model.device}; use state.to(model.device)")
+    if int(state.position.min()) < 0:
+        raise StateError(f"positions must be 0 or more; got {state.position.tolist()}")
+    if not model.training:
+        _check_memories(state, "before the call", "reset these lanes or restore a snapshot")
 
 
-def check_finite(hidden: Tensor, state: State) -> None:
+def _check_memories(state: State, when: str, advice: str) -> None:
+    for name, x in named_tensors(state.memories, "memories"):
+        if not bool(x.isfinite().all()):
+            lanes = (~x.isfinite().flatten(1).all(1)).nonzero().squeeze(-1).tolist()
+            raise StateError(f"lanes {lanes}: {name} is not finite {when}; {advice}")
+
+
+def check_finite(hidden: Tensor, state: State, donated: bool) -> None:
     """Raise StateError if a result is not finite, naming the lanes and the parts of the state that are not."""
+    kept = "its storage was donated" if donated else "the state given is as it was"
+    advice = f"{kept}; reset these lanes or restore a snapshot"
     finite = hidden.isfinite().all(-1).all(-1)
-    if bool(finite.all()):
-        return
-    lanes = (~finite).nonzero().squeeze(-1)
-    parts = [name for name, x in named_tensors(state) if x.is_floating_point() and not x[lanes].isfinite().all()]
-    raise StateError(
-        f"lanes {lanes.tolist()}: results are not finite (NaN or infinity in the state or the weights). Not finite: "
-        f"{', '.join(parts[:6]) or 'no part of the state'}. The state given is as it was; reset these lanes or restore a snapshot"
-    )
+    if not bool(finite.all()):
+        lanes = (~finite).nonzero().squeeze(-1)
+        parts = [name for name, x in named_tensors(state) if x.is_floating_point() and not bool(x[lanes].isfinite().all())]
+        found = ", ".join(parts[:6]) or "no part of the state, so the weights"
+        raise StateError(f"lanes {lanes.tolist()}: results are not finite. Not finite: {found}; {advice}")
+    _check_memories(state, "after the call", advice)

@@ -82,25 +82,11 @@ class InitialMemory(nn.Module):
 
         def level(name: str, shape: tuple[int, ...]) -> Tensor:
             learned = getattr(self, name, None)
-            return (
-                torch.zeros(lanes, *shape, device=self.device, dtype=self.dtype)
-                if learned is None
-                else learned.expand(lanes, *shape)
-            )
+            return next(self.parameters()).new_zeros(lanes, *shape) if learned is None else learned.expand(lanes, *shape)
 
         return tuple(
             Memory(level(f"working_{i}", self.working), level(f"long_term_{i}", self.long_term)) for i in range(self.count)
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that memory is kept in."""
-        return next(self.parameters()).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where memory is kept."""
-        return next(self.parameters()).device
 
 
 class PMI(nn.Module):
@@ -123,6 +109,7 @@ class PMI(nn.Module):
         self.initial_memory = InitialMemory(config, min(n, 1) if self.shared_state else n)
         self.norm = nn.LayerNorm(config.width)
         self.head = Head(self.embedding)
+        self.blueprints: dict[torch.dtype, dict[str, Tensor]] = {}  # what states look like, on the meta device, for checks.py
         self._initialise()
         rows = torch.arange(-config.window, config.segment)
         hidden = rows > torch.arange(config.segment)[:, None]
@@ -163,25 +150,34 @@ class PMI(nn.Module):
 
     def initial_state(self, lanes: int) -> State:
         """The state of `lanes` new documents."""
-        config = self.config
+        blank = self.blank_state(lanes, self.device)
+        return blank._replace(memories=map_tensors(torch.Tensor.clone, self.initial_memory(lanes)))
+
+    def blank_state(self, lanes: int, device: torch.device | str) -> State:
+        """A state of zeros: the shapes and types that this model's states have."""
+        config, kept = self.config, self.causal.dtype
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(lanes, *shape, device=device, dtype=kept)
+
         cache = (lanes, config.window + config.segment, config.heads, config.width // config.heads)
         return State(
-            position=torch.zeros(lanes, dtype=torch.long, device=self.device),
-            keys=tuple(torch.zeros(cache, device=self.device, dtype=self.dtype) for _ in self.blocks),
-            values=tuple(torch.zeros(cache, device=self.device, dtype=self.dtype) for _ in self.blocks),
-            memories=map_tensors(torch.Tensor.clone, self.initial_memory(lanes)),
-            readouts=self._blank_readouts(lanes),
-            open=self._blank_open(lanes),
+            position=torch.zeros(lanes, dtype=torch.long, device=device),
+            keys=tuple(torch.zeros(cache, device=device, dtype=self.dtype) for _ in self.blocks),
+            values=tuple(torch.zeros(cache, device=device, dtype=self.dtype) for _ in self.blocks),
+            memories=tuple(Memory(*(zeros(*shape) for shape in memory_shapes(config))) for _ in range(self.initial_memory.count)),
+            readouts=tuple(Readout(*(zeros(*shape) for shape in shapes)) for shapes in self._readout_shapes()),
+            open=tuple(Open(*(zeros(*shape) for shape in self._open_shapes())) for _ in self.layers_with_memory),
         )
 
     def reset(self, state: State, lanes: Sequence[int] | Tensor) -> State:
         """`state` with some lanes at the start of a new document."""
         return state.merge(lanes, self.initial_state(len(lanes)))
 
-    def _blank_readouts(self, lanes: int) -> tuple[Readout, ...]:
+    def _readout_shapes(self) -> list[list[tuple[int, ...]]]:
         memory = self.config.memory
         if memory is None:
-            return ()
+            return []
         rows, d, width = memory.heads * memory.slots, self.config.memory_width, self.config.width
         working, delta = memory.read != "long_term", memory.consolidation == "delta"
         long_slots = memory.keeps_long_term and not delta
@@ -191,19 +187,13 @@ class PMI(nn.Module):
             (rows, d * (3 if memory.correction else 1)) if working else (0, 0),
             long_term,
         ]
-        count = len(self.memories) if self.shared_state else len(self.layers_with_memory)
-        return tuple(Readout(*self._blank(lanes, shapes)) for _ in range(count))
+        return [shapes] * (len(self.memories) if self.shared_state else len(self.layers_with_memory))
 
-    def _blank_open(self, lanes: int) -> tuple[Open, ...]:
+    def _open_shapes(self) -> list[tuple[int, ...]]:
         memory, t = self.config.memory, self.config.segment
-        if memory is None:
-            return ()
+        assert memory is not None
         corrected = (t, memory.heads, self.config.memory_width // memory.heads) if memory.correction else (0, 0, 0)
-        shapes: list[tuple[int, ...]] = [(t, self.config.width), corrected, corrected]
-        return tuple(Open(*self._blank(lanes, shapes)) for _ in self.layers_with_memory)
-
-    def _blank(self, lanes: int, shapes: list[tuple[int, ...]]) -> Iterable[Tensor]:
-        return (torch.zeros(lanes, *shape, device=self.device, dtype=self.initial_memory.dtype) for shape in shapes)
+        return [(t, self.config.width), corrected, corrected]
 
     # --- calls -------------------------------------------------------------------------------------------------
 
@@ -229,7 +219,7 @@ class PMI(nn.Module):
             counts = [tokens.shape[1]] * state.lanes if lengths is None else lengths.tolist()
             hidden, state = self._in_pieces(tokens, state, counts, donate)
         if not self.training:
-            check_finite(hidden, state)
+            check_finite(hidden, state, donate)
         return hidden, state
 
     def _in_pieces(self, tokens: Tensor, state: State, counts: list[int], donate: bool) -> tuple[Tensor, State]:
@@ -251,7 +241,8 @@ class PMI(nn.Module):
                 hidden, part = self._whole_segments(cut, part, None)
             else:
                 count = torch.tensor(counted, device=self.device)
-                hidden, part = self._within_segment(cut, part, count, donate or not everyone)
+                own = not everyone and not torch.is_grad_enabled()  # a selection is a copy that may be written to
+                hidden, part = self._within_segment(cut, part, count, donate or own)
             if everyone:
                 state = part
             elif donate:
@@ -286,6 +277,8 @@ class PMI(nn.Module):
         span = aligned_span(self.rotary, self.causal, torch.stack(valid, 1).clamp(max=self.config.window))
         # where nothing restarts, the initial memory is not touched (nor gathered, where weights are sharded)
         starts = starts if starts is not None and bool(starts.any()) else None
+        if starts is not None and bool(starts[:, 0].any()):  # what a lane held before is hidden; wiped, not even NaN can show
+            state = state._replace(keys=_wiped(state.keys, starts[:, 0]), values=_wiped(state.values, starts[:, 0]))
         initial = state.memories if starts is None else self.initial_memory(state.lanes)
         memories = list(state.memories)
         if self.shared_state:
@@ -421,6 +414,10 @@ class PMI(nn.Module):
 
 def _float32(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
+
+
+def _wiped(caches: tuple[Tensor, ...], lanes: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.masked_fill(lanes[:, None, None, None], 0) for x in caches)
 
 
 def _gather(tokens: Tensor, lanes: list[int], begins: list[int], count: int) -> Tensor:

@@ -263,7 +263,8 @@ def liveness(model: PMI, generator: torch.Generator) -> Proof:
     needed = LIVE * TOLERANCE[torch.float32]
     if config.memory is None:
         return Proof("liveness", 0.0, ">=", 0.0, True, "memory off")
-    reach = config.layers * config.window + t
+    # a window belongs to a segment's start, so from its end one layer reaches back by whole segments
+    reach = config.layers * math.ceil(config.window / t) * t + t
     place = 2 * t + t // 2  # not in the first segment: a memory that takes in only its first write is not alive
     count = math.ceil((place + reach + 2) / t) * t
     tokens = _tokens(model, generator, 1, count + t)

@@ -21,6 +21,8 @@ from lm.model.state import State, named_tensors, raw_bytes
 FORMAT = 1
 """Version of the snapshot's layout."""
 MAX_POSITION = 2**62
+HEADER_BYTES = 512
+"""More than what the header needs for one tensor, or for what it says of the snapshot."""
 
 
 class SnapshotError(ValueError):
@@ -66,16 +68,25 @@ def dump(model: PMI, state: State, lane: int, identity: Identity) -> bytes:
 
 def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
     """The one-lane state that `data` is a snapshot of; SnapshotError if it is damaged or belongs elsewhere."""
+    memory, window = sizes(model)
+    header = HEADER_BYTES * (1 + len(_parts(model, model.blank_state(1, "meta"))))
+    if not isinstance(data, bytes) or len(data) > memory + window + header or int.from_bytes(data[:8], "little") > header:
+        raise SnapshotError(f"damaged snapshot: {len(data):,} bytes; this model's have at most {memory + window + header:,}")
     metadata = _metadata(data)
     for key, mine in (("format", str(FORMAT)), ("model", identity.model), ("tokenizer", identity.tokenizer)):
         if metadata.get(key) != mine:
-            raise SnapshotError(f"the snapshot's {key} is {metadata.get(key)!r}, here it is {mine!r}")
+            raise SnapshotError(f"the snapshot's {key} is {str(metadata.get(key))[:64]!r}, here it is {mine!r}")
     try:
         tensors = load(data)
-    except (SafetensorError, ValueError) as error:
-        raise SnapshotError(f"damaged snapshot: {error}") from error
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        raise SnapshotError(f"damaged snapshot: {str(error)[:200]}") from error
     text = metadata.get("position", "")
-    if not text.isdecimal() or len(text) > 19 or int(text) > MAX_POSITION or int(text) % model.config.segment:
+    if (
+        not (text.isascii() and text.isdecimal())
+        or len(text) > 19
+        or int(text) > MAX_POSITION
+        or int(text) % model.config.segment
+    ):
         raise SnapshotError(
             f"the snapshot's position is {text[:24]!r}; it must be a multiple of the segment {model.config.segment}"
         )
@@ -84,7 +95,7 @@ def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
     wanted = _parts(model, blank)
     if tensors.keys() != wanted.keys():
         odd = sorted(tensors.keys() ^ wanted.keys())
-        raise SnapshotError(f"the snapshot's parts are not this model's: {', '.join(odd[:4])}")
+        raise SnapshotError(f"the snapshot's parts are not this model's: {', '.join(odd[:4])[:200]}")
     for name, x in tensors.items():
         if x.shape != wanted[name].shape or x.dtype != wanted[name].dtype:
             mine = f"{wanted[name].dtype} {list(wanted[name].shape)}"
@@ -95,7 +106,10 @@ def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
         raise SnapshotError("the snapshot's checksum does not match its contents")
     for name, x in _parts(model, blank).items():
         x.detach().copy_(tensors[name])
-    return blank._replace(position=torch.full_like(blank.position, position)).detach()
+    state = blank._replace(position=torch.full_like(blank.position, position)).detach()
+    if dump(model, state, 0, identity) != data:
+        raise SnapshotError("the snapshot's content is sound, but not in the form that this version writes: it was tampered with")
+    return state
 
 
 def _parts(model: PMI, state: State) -> dict[str, Tensor]:

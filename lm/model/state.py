@@ -67,17 +67,23 @@ class State(NamedTuple):
 
     def select(self, lanes: Sequence[int] | Tensor) -> "State":
         """The state of some lanes, in the order given (a lane may be given twice)."""
-        index = torch.as_tensor(lanes, dtype=torch.long, device=self.position.device)
+        index = self._index(lanes)
         return map_tensors(lambda x: x.index_select(0, index), self)
 
     def merge(self, lanes: Sequence[int] | Tensor, other: "State") -> "State":
         """This state with `lanes` replaced by the lanes of `other`."""
-        index = torch.as_tensor(lanes, dtype=torch.long, device=self.position.device)
+        index = self._index(lanes)
         return map_tensors(lambda mine, theirs: mine.index_copy(0, index, theirs.to(mine.dtype)), self, other)
 
     def merge_(self, lanes: Tensor, other: "State") -> None:
         """As `merge`, into this state's own storage: for an owner of a slab, outside of autograd."""
         map_tensors(lambda mine, theirs: mine.index_copy_(0, lanes, theirs.to(mine.dtype)), self, other)
+
+    def _index(self, lanes: Sequence[int] | Tensor) -> Tensor:
+        index = torch.as_tensor(lanes, device=self.position.device)
+        if index.dtype == torch.bool:
+            raise TypeError("lanes must be numbers, not a mask; use mask.nonzero().squeeze(-1)")
+        return index.long()
 
     @classmethod
     def concatenate(cls, states: Sequence["State"]) -> "State":

@@ -69,6 +69,12 @@ def test_an_inert_memory_is_caught() -> None:
     assert "memory inert" in liveness.detail
 
 
+def test_an_inert_memory_is_caught_where_the_window_is_no_multiple_of_the_segment() -> None:
+    model = build(["window=1", "layers=16", "embedding_std=0.3"])
+    torch.nn.init.zeros_(model.memories[0].read.out.weight)
+    assert not {p.name: p for p in prove(model, segments=8)}["liveness"].passed
+
+
 def test_a_memory_that_grows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def growing(self: MemoryModule, memory: Memory, h: Tensor, starts: Tensor | None, initial: Memory) -> tuple[Memory, Memory]:
         before, after = scan(self, memory, h, starts, initial)

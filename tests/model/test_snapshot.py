@@ -74,6 +74,9 @@ def test_values_that_are_not_finite_are_never_written() -> None:
         ({"position": "25"}, "multiple of the segment"),
         ({"position": "-8"}, "multiple of the segment"),
         ({"position": "9" * 30}, "multiple of the segment"),
+        ({"position": "024"}, "not in the form"),
+        ({"position": "٢٤"}, "multiple of the segment"),
+        ({"model": "x" * 10**6}, "damaged snapshot: [0-9,]+ bytes"),
         ({"position": "32"}, "checksum"),
         ({"checksum": "0"}, "checksum"),
     ],
@@ -89,7 +92,7 @@ def test_a_snapshot_of_another_shape_or_with_nan_is_refused() -> None:
         build(["window=16", "memory.layers=[0, 2]"]),
         build(["memory.slots=9", "memory.layers=[0, 2]"]),
     ):
-        with pytest.raises(SnapshotError, match=r"parts are not this model's|this model's is"):
+        with pytest.raises(SnapshotError, match="this model's"):
             load_snapshot(MODEL, stored(other), MINE)
     data = stored()
     parts = load(data)
@@ -114,5 +117,4 @@ def test_damaged_bytes_are_refused_and_never_crash(data: st.DataObject) -> None:
         state = load_snapshot(MODEL, bytes(whole), MINE)
     except SnapshotError:
         return
-    # a flip in the header's spacing may leave the content as it was: then it must be exactly the content
-    assert dump(MODEL, state, 0, MINE) == stored()
+    assert bytes(whole) == dump(MODEL, state, 0, MINE) == stored()

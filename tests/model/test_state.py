@@ -162,3 +162,40 @@ def test_in_float64_cuttings_agree_to_ten_digits(kind: str) -> None:
     for mine, theirs in zip(tensors(state.memories), tensors(after.memories), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_of_ragged_lanes_equal_those_of_lanes_read_alone(kind: str) -> None:
+    model = copy.deepcopy(MODELS[kind]).double()
+    tokens, calls = torch.randint(0, 23, (3, 30)), [[1, 4, 0], [9, 3, 0], [12, 20, 5]]
+    totals = [sum(counts[b] for counts in calls) for b in range(3)]
+
+    def gradients() -> list[torch.Tensor]:
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    state, loss, taken = model.initial_state(3), torch.zeros(()), [0, 0, 0]
+    for counts in calls:
+        call = torch.stack([tokens[b].roll(-taken[b])[: max(counts)] for b in range(3)])
+        hidden, state = model(call, state, torch.tensor(counts))
+        loss = loss + hidden.square().sum()
+        taken = [t + n for t, n in zip(taken, counts, strict=True)]
+    loss.backward()
+    ragged = gradients()
+    sum(model(tokens[b : b + 1, : totals[b]], model.initial_state(1))[0].square().sum() for b in range(3)).backward()
+    for mine, theirs in zip(ragged, gradients(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_mask_is_not_taken_for_lane_numbers() -> None:
+    with pytest.raises(TypeError, match="not a mask"):
+        MODELS["layer"].reset(read(MODELS["layer"], 3, lanes=3), torch.tensor([False, False, True]))
+
+
+def test_a_document_start_cures_a_lane_of_nan() -> None:
+    model = MODELS["layer"]
+    state = read(model, 16, lanes=2)
+    state.values[0][1] = torch.nan
+    hidden, _ = model(torch.zeros(2, 8, dtype=torch.long), state.detach(), starts=torch.tensor([[False], [True]]))
+    assert hidden.isfinite().all()
