@@ -6,6 +6,7 @@ divided by their root mean square. On a model whose added parts still start at z
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -197,14 +198,15 @@ def boundedness(model: PMI, generator: torch.Generator, segments: int) -> Proof:
     if model.config.memory is None:
         return _below("boundedness", 0.0, GROWTH, "memory off")
     t, state, sizes, ceiling = model.config.segment, model.initial_state(1), [], 0.0
-    step = max(1, min(8, segments // 8))
+    step = max(1, segments // 32)
     for _ in range(0, segments, step):
         _, state = model(_tokens(model, generator, 1, step * t), state)
         levels = [x for memory in state.memories for x in memory if x.numel()]
         sizes.append(max(float(x.square().mean().sqrt()) for x in levels))
         ceiling = max(ceiling, *(float(x.abs().max()) for x in levels))
     quarter = max(1, len(sizes) // 4)
-    early, late = max(sizes[quarter : 2 * quarter]), max(sizes[-quarter:])  # the first quarter is still filling up
+    # medians: a memory may burst and calm down again; the first quarter is still filling up
+    early, late = statistics.median(sizes[quarter : 2 * quarter]), statistics.median(sizes[-quarter:])
     highest = 1 / (1 - MAX_RETENTION) * MAX_NORM
     finite = math.isfinite(ceiling) and ceiling < highest
     growth = late / early if finite else math.inf
