@@ -205,8 +205,9 @@ def boundedness(model: PMI, generator: torch.Generator, segments: int) -> Proof:
         sizes.append(max(float(x.square().mean().sqrt()) for x in levels))
         ceiling = max(ceiling, *(float(x.abs().max()) for x in levels))
     quarter = max(1, len(sizes) // 4)
-    # medians: a memory may burst and calm down again; the first quarter is still filling up
+    # the first quarter is still filling up; and below the size that a fragment may always have, coming and going is no growth
     early, late = statistics.median(sizes[quarter : 2 * quarter]), statistics.median(sizes[-quarter:])
+    early = max(early, MAX_NORM)
     highest = 1 / (1 - MAX_RETENTION) * MAX_NORM
     finite = math.isfinite(ceiling) and ceiling < highest
     growth = late / early if finite else math.inf
