@@ -126,7 +126,9 @@ class ZeRO:
         self.optimiser = GuardedAdamW(objective.model, config.optimiser, clip=not self.stage)
         self.parameters = {name: p for name, p in objective.model.named_parameters() if p.numel()}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        for parameter in self.parameters.values():  # the engine cannot broadcast a scalar; one element broadcasts as a scalar does
+        for (
+            parameter
+        ) in self.parameters.values():  # the engine cannot broadcast a scalar; one element broadcasts as a scalar does
             parameter.data = parameter.data.view(parameter.shape or (1,))
         self.engine: Any = import_deepspeed().initialize(
             model=objective, optimizer=self.optimiser, config=settings, dist_init_required=False

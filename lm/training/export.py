@@ -40,7 +40,9 @@ def _chosen(run: Path, step: int | None, best: bool) -> checkpoint.Saved:
     if best:
         folder = checkpoint.best(run)
         if folder is None:
-            raise UserError(f"--best: no checkpoint of {run} has a validation; leave the flag out, or give --step {sorted(steps)}")
+            raise UserError(
+                f"--best: no checkpoint of {run} has a validation; leave the flag out, or give --step {sorted(steps)}"
+            )
         return checkpoint.read(folder)
     saved, problems = checkpoint.newest_whole(run)
     if saved is None:

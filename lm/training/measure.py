@@ -51,7 +51,8 @@ def sample(backend: Backend, config: EvaluationConfig, model: ModelConfig, token
     weights = {name: whole if world.first else None for name, gather in backend.weights() if (whole := gather()) is not None}
     if not world.first:
         return ""
-    copy = PMI(model)
+    with torch.random.fork_rng():  # building a model draws numbers that training must not miss
+        copy = PMI(model)
     with torch.no_grad():
         for name, parameter in copy.named_parameters():
             value = weights.get(name)

@@ -30,7 +30,12 @@ def draw(runs: list[Path], out: Path, smooth: int) -> None:
         for axis, places in ((axes[0], lambda row: row["step"]), (axes[1], lambda row: tokens[row["step"]])):
             axis.plot([places(row) for row in train], means, color=colour, alpha=0.4, linewidth=1)
             axis.plot(
-                [places(row) for row in held_out], [row[unit] for row in held_out], "o-", color=colour, markersize=3, label=str(run)
+                [places(row) for row in held_out],
+                [row[unit] for row in held_out],
+                "o-",
+                color=colour,
+                markersize=3,
+                label=str(run),
             )
     for axis, name in zip(axes, ("step", "tokens"), strict=True):
         axis.set_xlabel(name)

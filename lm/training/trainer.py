@@ -207,7 +207,9 @@ class Trainer:
         folder, problems = self.world.from_first((saved and str(saved.folder), problems))
         if folder is None:
             if problems:
-                raise UserError([*problems, f"{self.out}: no whole checkpoint; delete {self.out / checkpoint.FOLDER} to start anew"])
+                raise UserError(
+                    [*problems, f"{self.out}: no whole checkpoint; delete {self.out / checkpoint.FOLDER} to start anew"]
+                )
             if resume:
                 raise UserError(f"--resume: {self.out} has no checkpoint; start the run without --resume")
             return None
