@@ -126,5 +126,5 @@ def _right(table: Table) -> Table:
 
 
 def main() -> None:
-    """Entry point of `python -m lm`."""
-    sys.exit(run(app))
+    """Entry point of `python -m lm`; the `deepspeed` launcher puts --local_rank=N before the command."""
+    sys.exit(run(app, [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]))

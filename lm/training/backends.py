@@ -75,8 +75,10 @@ class Plain:
         self.parameters = {name: p for name, p in objective.model.named_parameters() if p.numel()}
         self.optimiser.prepare(list(self.parameters.values()))
         self.forward = objective.__call__
-        self.train = objective.train
         self.accumulation, self.micro = 1, 0
+
+    def train(self, mode: bool) -> None:
+        self.objective.train(mode)
 
     def backward(self, loss: Tensor, share: float) -> None:
         (loss * share).backward()
@@ -126,9 +128,7 @@ class ZeRO:
         self.optimiser = GuardedAdamW(objective.model, config.optimiser, clip=not self.stage)
         self.parameters = {name: p for name, p in objective.model.named_parameters() if p.numel()}
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        for (
-            parameter
-        ) in self.parameters.values():  # the engine cannot broadcast a scalar; one element broadcasts as a scalar does
+        for parameter in self.parameters.values():  # the engine cannot broadcast a scalar; one element does as well
             parameter.data = parameter.data.view(parameter.shape or (1,))
         self.engine: Any = import_deepspeed().initialize(
             model=objective, optimizer=self.optimiser, config=settings, dist_init_required=False
@@ -137,13 +137,15 @@ class ZeRO:
         if self.stage in (1, 2):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.forward = self.engine.__call__
-        self.train = self.engine.train
 
     def _flat(self) -> list[Tensor]:
         """The tensors that the optimiser itself steps: this process's share of the weights."""
         if self.stage == 3:
             return list(self.engine.optimizer.fp32_partitioned_groups_flat)
         return [p for group in self.optimiser.param_groups for p in group["params"]]
+
+    def train(self, mode: bool) -> None:
+        self.engine.train(mode)
 
     def backward(self, loss: Tensor, share: float) -> None:
         # the engine divides by the accumulation and averages over processes; the loss is a sum over both

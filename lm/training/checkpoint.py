@@ -6,9 +6,9 @@ RUN/checkpoints/step-00001000/
     carried-0.safetensors ...   memory and window of each lane by its id, and the rank's generator
     manifest.json               step, data cursors, identity of model, tokenizer and data, checksum of every file
 
-All ranks write into a folder with another name; when every file is on disk and checksummed, the first rank writes the manifest and
-renames the folder. So a folder with the right name is whole; loading still compares every checksum, and takes an older checkpoint
-where one is damaged.
+All ranks write into a folder with another name; when every file is on disk and checksummed, the first rank writes the manifest
+and renames the folder. So a folder with the right name is whole. Loading still compares every checksum, and takes an older
+checkpoint where one is damaged.
 """
 
 import json
@@ -148,7 +148,7 @@ def read(folder: Path) -> Saved:
 
 def newest_whole(run: Path) -> tuple[Saved | None, list[str]]:
     """The newest checkpoint that is whole (None: there is none), and what is wrong with newer ones."""
-    problems = []
+    problems: list[str] = []
     for folder in found(run):
         try:
             return read(folder), problems

@@ -33,14 +33,16 @@ def train(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics of the first process on this port.", min=1, max=65535)
     ] = None,
-    local_rank: Annotated[int, typer.Option("--local_rank", hidden=True)] = 0,
 ) -> None:
     """Train a model, on one process or under a launcher; run the same command again to go on."""
     from lm.config import load_run_config
+    from lm.training.backends import load_deepspeed
     from lm.training.trainer import Trainer
     from lm.training.world import World
 
     settings = load_run_config(config, set_)
+    if settings.training.backend == "deepspeed":
+        load_deepspeed(settings.training.deepspeed)  # complain before processes wait for each other
     if settings.training.weight_decay >= 0.2 and os.environ.get("RANK", "0") == "0":
         stderr.print(
             f"warning: training.weight_decay {settings.training.weight_decay} is the paper's or near it; "

@@ -27,16 +27,10 @@ def draw(runs: list[Path], out: Path, smooth: int) -> None:
         tokens = {row["step"]: row["tokens_total"] for row in train}
         held_out = [row for row in found if row["kind"] == "validation" and row["step"] in tokens]
         means = averaged([row[unit] for row in train], smooth)
-        for axis, places in ((axes[0], lambda row: row["step"]), (axes[1], lambda row: tokens[row["step"]])):
-            axis.plot([places(row) for row in train], means, color=colour, alpha=0.4, linewidth=1)
-            axis.plot(
-                [places(row) for row in held_out],
-                [row[unit] for row in held_out],
-                "o-",
-                color=colour,
-                markersize=3,
-                label=str(run),
-            )
+        for axis, place in zip(axes, ({step: step for step in tokens}, tokens), strict=True):
+            axis.plot([place[row["step"]] for row in train], means, color=colour, alpha=0.4, linewidth=1)
+            points = [(place[row["step"]], row[unit]) for row in held_out]
+            axis.plot([x for x, _ in points], [y for _, y in points], "o-", color=colour, markersize=3, label=str(run))
     for axis, name in zip(axes, ("step", "tokens"), strict=True):
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)

@@ -63,9 +63,10 @@ class Report:
         utilisation = speed * self.flops_per_token / self.peak
         row = {"kind": "train", "step": step, **figures, unit: value, "tokens_per_second": speed, "utilisation": utilisation}
         self._file.write(json.dumps({key: _finite(entry) for key, entry in row.items()}) + "\n")
+        norms = f"gradient {_short(figures['gradient_norm'])}  memory {_short(figures['memory_norm'])}"
         line = (
-            f"{unit} {value:.4g}  {speed:,.0f} tokens/s  lr {figures['learning_rate']:.2e}  gradient {_short(figures['gradient_norm'])}"
-            f"  memory {_short(figures['memory_norm'])}  {utilisation:.0%} of peak  {clock(left)} left"
+            f"{unit} {value:.4g}  {speed:,.0f} tokens/s  lr {figures['learning_rate']:.2e}  {norms}"
+            f"  {utilisation:.0%} of peak  {clock(left)} left"
         )
         self._progress.update(self._task, completed=step, description=line)
         if step % self.every and step != self.total:

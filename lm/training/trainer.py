@@ -134,7 +134,8 @@ class Trainer:
             self._count_skip(batch, where)
         if self.report:
             figures = {
-                "loss": loss_mean, "tokens": count, "learning_rate": rate, "gradient_norm": self.backend.norm if applied else None,
+                "loss": loss_mean, "tokens": count, "learning_rate": rate,
+                "gradient_norm": self.backend.norm if applied else None,
                 "memory_norm": math.sqrt(memory) if self.model_config.memory and math.isfinite(memory) else None,
                 "skipped": not applied, "tokens_total": self.tokens, "skipped_total": self.skipped,
             }  # fmt: skip
@@ -149,9 +150,9 @@ class Trainer:
         if self.in_a_row >= self.config.training.skip_limit:
             kept = checkpoint.found(self.out)
             raise UserError(
-                f"step {self.step}: {self.in_a_row} steps in a row with a loss or gradient that is not finite, so the run stopped. "
+                f"step {self.step}: {self.in_a_row} steps in a row with a loss or gradient that is not finite; the run stops. "
                 f"Data position (lane: epoch, document, segment): {where}. "
-                f"The last good checkpoint is {kept[0] if kept else 'none'}; lower training.lr ({self.config.training.lr}) and go on from it"
+                f"The last good checkpoint is {kept[0] if kept else 'none'}; lower training.lr and go on from it"
             )
 
     # --- measuring and saving ----------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class Trainer:
         return loss
 
     def _save(self, validation: float | None) -> None:
-        carried = {}
+        carried: dict[str, torch.Tensor] = {}
         for i, state in enumerate(self.states):
             ids = list(self.lanes.own)[i * self.micro : (i + 1) * self.micro]
             carried.update(checkpoint.lane_tensors(state, ids, self.model_config.window))
@@ -288,8 +289,8 @@ def checked_model(config: RunConfig, data: Prepared) -> ModelConfig:
         )
     if model.memory is not None and config.training.segments < 2:
         problems.append(
-            f"training.segments: {config.training.segments} with memory on: what a segment writes is first read in the next one, so "
-            "the memory's writer would get no gradient; take 2 or more, or --set model.memory=off"
+            f"training.segments: {config.training.segments} with memory on: what a segment writes is first read in the next one, "
+            "so the memory's writer would get no gradient; take 2 or more, or --set model.memory=off"
         )
     if problems:
         raise UserError(problems)

@@ -22,7 +22,8 @@ EXPERIMENT: dict[str, Any] = {
     "overrides": ["width=32", "feedforward=64", "heads=2", "layers=2", "segment=16", "window=16"],
     "seed": 3,
     "training": {
-        "steps": 20, "lanes": 8, "micro_batch": 2, "segments": 3, "lr": 0.003, "warmup": 4, "weight_decay": 0.1, "log_interval": 5,
+        "steps": 20, "lanes": 8, "micro_batch": 2, "segments": 3, "lr": 0.003, "warmup": 4, "weight_decay": 0.1,
+        "log_interval": 5,
     },
     "evaluation": {"interval": 100, "tokens": 1000, "lanes": 4, "sample": 5},
     "checkpoint": {"interval": 100, "keep": 2},

@@ -139,14 +139,13 @@ def test_ctrl_c_under_a_launcher_finishes_the_step_saves_and_says_how_to_go_on(e
     assert [folder.name for folder in (out / "checkpoints").iterdir()] == [f"step-{done:08}"]
 
 
-def test_prometheus_serves_the_figures_and_a_second_signal_ends_at_once(experiment: Path, tmp_path: Path) -> None:
+def test_prometheus_serves_the_figures_and_sigterm_saves(experiment: Path, tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "run"
-    # validation every step over much text: the first signal is honoured only when the step's validation is through
     settings = ["training.backend=plain", "training.steps=100000", "training.log_interval=1"]
     command = [sys.executable, "-m", "lm", *train_command(experiment, out, *settings), "--metrics-port", str(port)]
     process = start(command)
@@ -154,10 +153,8 @@ def test_prometheus_serves_the_figures_and_a_second_signal_ends_at_once(experime
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     for name in ("pmi_train_loss", "pmi_train_tokens_per_second", "pmi_train_step"):
         assert f"\n{name} " in text
-    os.kill(process.pid, signal.SIGSTOP)  # so slow a machine that both signals come within one step
     os.kill(process.pid, signal.SIGTERM)
-    os.kill(process.pid, signal.SIGCONT)
-    output, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "run the same command again" in errors
 
