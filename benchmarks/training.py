@@ -50,6 +50,8 @@ def main() -> None:
             assert run(app, command) == 0
         world.barrier()
         nowhere = Console(file=stack.enter_context(open(os.devnull, "w")))
+        # first of all, while nothing else of this process grows or shrinks
+        memory = memory_over_steps(data, folder, world, nowhere) if world.size == 1 else None
         names = ["zero0", "zero1", "zero2", "zero3"] if world.size > 1 else ["plain", "zero0", "zero1", "zero2", "zero3"]
         trainers = {name: Trainer(experiment(data, args.lanes, name, "small"), folder / name, world, nowhere) for name in names}
         for trainer in trainers.values():
@@ -57,7 +59,6 @@ def main() -> None:
         seconds = in_turns({name: one_step(trainer) for name, trainer in trainers.items()}, args.rounds, warmup=2)
         ratios = {name: ratio(seconds[names[0]], seconds[name]) for name in names}
         overhead = input_and_logging(trainers[names[0]]) / min(seconds[names[0]]) if world.size == 1 else None
-        memory = memory_over_steps(data, folder, world, nowhere) if world.size == 1 else None
         if world.first:
             show(world.size, names[0], seconds, ratios, overhead, memory)
 

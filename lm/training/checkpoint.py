@@ -157,22 +157,29 @@ def newest_whole(run: Path) -> tuple[Saved | None, list[str]]:
     return None, problems
 
 
-def rotate(run: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the one with the best validation loss."""
+def rotate(run: Path, keep: int, step: int) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step` and the one with the best validation loss.
+
+    What lies ahead of `step` was passed over as damaged when the run went on from an earlier one: it must not count as newest.
+    """
     folders = found(run)
-    scores = {folder: _validation(folder) for folder in folders}
-    best = min((folder for folder in folders if scores[folder] is not None), key=lambda f: scores[f] or 0.0, default=None)
-    for folder in folders[keep:]:
-        if folder != best:
-            doomed = folder.with_name(f".{folder.name}.old")  # a deletion cut short leaves nothing that looks whole
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.rename(folder, doomed)
-            shutil.rmtree(doomed)
+    ahead = [folder for folder in folders if step_of(folder) > step]
+    kept = [folder for folder in folders if folder not in ahead]
+    for folder in [*ahead, *(folder for folder in kept[keep:] if folder != best(run, step))]:
+        os.rename(folder, folder.with_name(f".{folder.name}.old"))  # a deletion cut short leaves nothing that looks whole
+    for leftover in (run / FOLDER).glob(".step-*"):
+        shutil.rmtree(leftover)
 
 
-def best(run: Path) -> Path | None:
-    """The checkpoint with the best validation loss."""
-    scored = [(score, folder) for folder in found(run) if (score := _validation(folder)) is not None]
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def best(run: Path, step: int | None = None) -> Path | None:
+    """The checkpoint with the best validation loss (up to `step`)."""
+    folders = [folder for folder in found(run) if step is None or step_of(folder) <= step]
+    scored = [(score, folder) for folder in folders if (score := _validation(folder)) is not None]
     return min(scored)[1] if scored else None
 
 

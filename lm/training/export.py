@@ -30,7 +30,7 @@ def _chosen(run: Path, step: int | None, best: bool) -> checkpoint.Saved:
     if step is not None and best:
         raise UserError("--step and --best: give one of them")
     folders = checkpoint.found(run)
-    steps = [int(folder.name.removeprefix("step-")) for folder in folders]
+    steps = [checkpoint.step_of(folder) for folder in folders]
     if not folders:
         raise UserError(f"{run}: no checkpoints there; give the folder that was `pmi train`'s --out")
     if step is not None:

@@ -187,7 +187,7 @@ class Trainer:
         }
         folder = checkpoint.save(self.out, self.world, self.backend, carried, about)
         if self.world.first:
-            checkpoint.rotate(self.out, self.config.checkpoint.keep)
+            checkpoint.rotate(self.out, self.config.checkpoint.keep, self.step)
         self._say(f"saved {folder}")
 
     def _identity(self) -> dict[str, Any]:

@@ -150,6 +150,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_whole_one(finished: Pa
     assert str(file) in problems[0] or str(file.parent) in problems[0]
 
 
+def test_a_damaged_checkpoint_ahead_of_the_run_never_counts_as_its_newest(
+    finished: Path, experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = copy(finished, tmp_path / "run")
+    (out / "checkpoints/step-00000004/moments-0.safetensors").unlink()
+    (out / "checkpoints/.step-00000003.part").mkdir()  # what a killed save leaves
+    settings = ["training.backend=plain", "training.steps=3", "checkpoint.keep=1", "evaluation.sample=0"]
+    assert run(app, train_command(experiment, out, *settings)) == 0
+    assert "passed over" in capsys.readouterr().err
+    # step 2 stays only if its validation is the best; it has none
+    assert [folder.name for folder in (out / "checkpoints").iterdir()] == ["step-00000003"]
+    assert checkpoint.newest_whole(out)[1] == []
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
