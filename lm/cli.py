@@ -11,11 +11,13 @@ from rich.table import Table
 from lm.commands import Commands, run, stderr, stdout
 from lm.data.cli import app as data_app
 from lm.errors import collecting, noting
+from lm.training.cli import mount as mount_training
 
 app = Commands(help="A language model with a real memory: train it, evaluate it, serve it.")
 model_app = Commands(help="Look at model configurations.")
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
+mount_training(app)
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")]
@@ -147,5 +149,5 @@ def _right(table: Table) -> Table:
 
 
 def main() -> None:
-    """Entry point of `python -m lm`."""
-    sys.exit(run(app))
+    """Entry point of `python -m lm`; the `deepspeed` launcher puts --local_rank=N before the command."""
+    sys.exit(run(app, [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank=")]))

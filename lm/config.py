@@ -190,6 +190,86 @@ class DemoConfig(Schema):
     optimiser: OptimiserConfig
 
 
+class TrainingConfig(Schema):
+    """How a model is trained: what one step reads, the optimiser, precision, and what runs it."""
+
+    steps: int = Field(ge=1)
+    """Optimiser steps of the whole run (the schedule's length)."""
+    lanes: int = Field(ge=1)
+    """L: streams of text read side by side, over all processes. Each carries its own memory."""
+    micro_batch: int | None = Field(None, ge=1)
+    """Lanes per forward pass of one process (null: all of its lanes). Accumulation is L / (micro_batch x processes)."""
+    segments: int = Field(ge=1)
+    """K: segments per step, with gradient through the memory between them; 2 or more unless memory is off."""
+    lr: float = Field(gt=0)
+    """Peak learning rate of AdamW."""
+    warmup: int = Field(0, ge=0)
+    """Steps of linear warm-up; a cosine to a tenth of the peak follows."""
+    weight_decay: float = Field(0.0, ge=0)
+    """On matrices only."""
+    clip: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast; weights, optimiser and memory stay float32."""
+    activation_checkpointing: bool = False
+    """Compute attention and feed-forward again in the backward pass instead of keeping what they made."""
+    backend: Literal["deepspeed", "plain"] = "deepspeed"
+    """plain: torch alone, one process; what DeepSpeed is tested against."""
+    deepspeed: str = "zero1"
+    """A file in configs/deepspeed/ by name, or the path of a DeepSpeed JSON file."""
+    log_interval: int = Field(10, ge=1)
+    """Steps between lines of progress."""
+    skip_limit: int = Field(10, ge=1)
+    """After so many steps in a row with a loss or gradient that is not finite, the run stops."""
+    timeout: int = Field(600, ge=10)
+    """Seconds that a process waits for the others before it gives up."""
+
+    @property
+    def optimiser(self) -> OptimiserConfig:
+        """The optimiser's part."""
+        return OptimiserConfig(lr=self.lr, warmup=self.warmup, weight_decay=self.weight_decay, clip=self.clip)
+
+
+class EvaluationConfig(Schema):
+    """Measuring while training."""
+
+    interval: int = Field(1000, ge=1)
+    """Steps between validations (and after the last step)."""
+    tokens: int = Field(500_000, ge=1)
+    """Most tokens of the validation split to read, memory carried, in `lanes` stretches side by side."""
+    lanes: int = Field(8, ge=1)
+    """Stretches that the split is read in; every process needs one."""
+    prompt: str = "The "
+    """What the sample of generated text continues."""
+    sample: int = Field(200, ge=0)
+    """Tokens of the sample (0: none)."""
+
+
+class CheckpointConfig(Schema):
+    """Saving while training."""
+
+    interval: int = Field(1000, ge=1)
+    """Steps between checkpoints (and after the last step)."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that are kept; the one with the best validation is kept besides."""
+
+
+class RunConfig(Schema):
+    """One experiment (configs/train/NAME.yaml): what `pmi train` reads."""
+
+    model: str
+    """A preset in configs/model/ or a file's path."""
+    overrides: list[str] = []
+    """Changes to the model's keys, each `key.path=value` (on the command line: --set model.key.path=value)."""
+    data: str
+    """A folder that `pmi data prepare` wrote."""
+    seed: int = Field(0, ge=0)
+    """Seed of weights, data order and dropout."""
+    training: TrainingConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
 AnySchema = TypeVar("AnySchema", bound=Schema)
 
 
@@ -212,6 +292,17 @@ def load_model_config(name_or_path: str, overrides: Sequence[str] = ()) -> Model
     if not path.is_file():
         raise UserError(f"model config {name_or_path!r}: neither a file nor one of the presets {model_presets()}")
     return validate(ModelConfig, override(read_mapping(path), overrides), str(name_or_path))
+
+
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The experiment in a YAML file, with `key.path=value` overrides; `model.key=value` changes the model."""
+    values = read_mapping(path)
+    own = [item for item in overrides if not item.startswith("model.")]
+    model = [item.removeprefix("model.") for item in overrides if item.startswith("model.")]
+    values = override(values, own)
+    if model:
+        values["overrides"] = [*values.get("overrides", []), *model]
+    return validate(RunConfig, values, str(path))
 
 
 def load_config(schema: type[AnySchema], name: str) -> AnySchema:

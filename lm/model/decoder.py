@@ -275,10 +275,10 @@ class PMI(nn.Module):
             valid.append(position)
             position = position + t
         span = aligned_span(self.rotary, self.causal, torch.stack(valid, 1).clamp(max=self.config.window))
-        # where nothing restarts, the initial memory is not touched (nor gathered, where weights are sharded)
-        starts = starts if starts is not None and bool(starts.any()) else None
         if starts is not None and bool(starts[:, 0].any()):  # what a lane held before is hidden; wiped, not even NaN can show
             state = state._replace(keys=_wiped(state.keys, starts[:, 0]), values=_wiped(state.values, starts[:, 0]))
+        # with `starts` the initial memory is touched whether or not one is set: where weights are sharded, every process must
+        # gather it in the same calls and give it a gradient (of zeros), whatever its own lanes do
         initial = state.memories if starts is None else self.initial_memory(state.lanes)
         memories = list(state.memories)
         if self.shared_state:

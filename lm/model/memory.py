@@ -213,7 +213,7 @@ class MemoryModule(nn.Module):
         before = []
         # unbind, not indexing: its gradient is one stack instead of a blank copy of the whole per segment
         for s, features in enumerate(h.unbind(1)):
-            if starts is not None and bool(starts[:, s].any()):
+            if starts is not None:
                 memory = where_lanes(starts[:, s], initial, memory)
             before.append(memory)
             memory = self._step(memory, features, perceived[s], transitions[s])

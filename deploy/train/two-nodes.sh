@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Two nodes on one machine: network namespaces with addresses of their own, joined by a cable (needs root and `ip`).
+#   deploy/train/two-nodes.sh up HOSTFILE              make them, and write a hostfile of both
+#   deploy/train/two-nodes.sh run 0 COMMAND...         run a command on node 0 (or 1)
+#   deploy/train/two-nodes.sh down                     take them away
+# In each node then: deepspeed --hostfile HOSTFILE --no_ssh --node_rank 0 --master_addr 10.77.0.1 --module lm train ...
+set -euo pipefail
+
+node() { echo "pmi-node-$1"; }
+cable() { echo "pmi-cable-$1"; }
+
+case "${1:-}" in
+up)
+    for n in 0 1; do ip netns add "$(node $n)"; done
+    ip link add "$(cable 0)" type veth peer name "$(cable 1)"
+    for n in 0 1; do
+        ip link set "$(cable $n)" netns "$(node $n)"
+        ip -n "$(node $n)" address add "10.77.0.$((n + 1))/24" dev "$(cable $n)"
+        ip -n "$(node $n)" link set "$(cable $n)" up
+        ip -n "$(node $n)" link set lo up
+    done
+    printf '10.77.0.1 slots=1\n10.77.0.2 slots=1\n' > "$2"
+    ;;
+run)
+    n=$2
+    shift 2
+    exec ip netns exec "$(node "$n")" env GLOO_SOCKET_IFNAME="$(cable "$n")" "$@"
+    ;;
+down)
+    for n in 0 1; do ip netns delete "$(node $n)" 2>/dev/null || true; done
+    ;;
+*)
+    sed -n 2,6p "$0"
+    exit 2
+    ;;
+esac

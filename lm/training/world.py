@@ -1,0 +1,102 @@
+"""The processes of a run: who this one is, and the few things that all of them do together."""
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lm import machine
+from lm.errors import UserError
+
+
+class World:
+    """The processes of a run. Started by a launcher they find each other through its variables; else there is one."""
+
+    def __init__(self, distributed: bool, timeout: int) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.distributed = distributed
+        if not distributed:
+            if self.size > 1:
+                raise UserError(f"training.backend: plain runs on one process, not on {self.size}; use backend: deepspeed")
+            return
+        if "MASTER_ADDR" not in os.environ:
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **where})
+        deepspeed = import_deepspeed()
+        deepspeed.init_distributed(timeout=timedelta(seconds=timeout), verbose=False)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all processes."""
+        if self.size == 1:
+            return [float(value) for value in values]
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """The first process's value."""
+        return self.gather(value)[0]
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.gather(None)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.distributed and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, told where it runs and where its compiled operators are."""
+    folder = machine.extensions_folder()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    locks = [str(lock) for lock in folder.glob("*/lock")]
+    if locks:
+        raise UserError(
+            f"{', '.join(locks)}: another process is compiling DeepSpeed's operators, or was killed while it did; "
+            "wait for it, or delete the file and run again"
+        )
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(
+            f"training.backend: deepspeed cannot be imported ({error}); install `pmi-lm[train]` or use backend: plain"
+        ) from error
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")  # it warns of every optimiser that is not its own
+    # it uses names that torch is about to rename, and torch says so at every call
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    return deepspeed
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,76 @@
+"""Two nodes with addresses of their own, a hostfile, and DeepSpeed's launcher in both."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, losses
+from .test_commands import start, wait_for
+from .test_resume import train_command
+
+SCRIPT = str(ROOT / "deploy/train/two-nodes.sh")
+BOUND = 60
+"""Seconds in which the surviving node must have ended."""
+
+
+@pytest.fixture(scope="module")
+def hostfile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("nodes") / "hostfile"
+    subprocess.run([SCRIPT, "down"], check=True)
+    made = subprocess.run([SCRIPT, "up", str(path)], capture_output=True, text=True, check=False)
+    if made.returncode:
+        subprocess.run([SCRIPT, "down"], check=True)
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"network namespaces cannot be made here: {made.stderr.strip()}")
+    yield path
+    subprocess.run([SCRIPT, "down"], check=True)
+
+
+def nodes(hostfile: Path, port: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """The same run, started on both nodes."""
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh"]
+    where = ["--master_addr", "10.77.0.1", "--master_port", str(port)]
+    return [
+        start([SCRIPT, "run", str(n), *launcher, "--node_rank", str(n), *where, "--module", "lm", *arguments]) for n in range(2)
+    ]
+
+
+@pytest.mark.needs("ip")
+@pytest.mark.parametrize(
+    ("stage", "resumed"),
+    [(2, 3), pytest.param(2, 2, marks=pytest.mark.full), pytest.param(3, 3, marks=pytest.mark.full)],
+)
+def test_two_nodes_train_a_lost_node_ends_the_other_and_both_resume(
+    experiment: Path, hostfile: Path, tmp_path: Path, stage: int, resumed: int
+) -> None:
+    out = tmp_path / "run"
+    before, after = (f"training.deepspeed={experiment.parent / f'zero{n}.json'}" for n in (stage, resumed))
+    settings = ["checkpoint.interval=5", "evaluation.sample=0"]
+    endless = train_command(experiment, out, before, *settings, "training.steps=100000", "evaluation.interval=100000")
+    port = 29500 + 20 * stage + 4 * resumed
+    first, second = nodes(hostfile, port, endless)
+    try:
+        wait_for(lambda: list((out / "checkpoints").glob("step-*")))
+        os.killpg(second.pid, signal.SIGKILL)
+        began = time.monotonic()
+        _, errors = first.communicate(timeout=BOUND)
+        assert time.monotonic() - began < BOUND
+        assert first.returncode != 0
+        assert "another process was lost" in errors, errors[-3000:]
+    finally:
+        for process in (first, second):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    done = max(int(folder.name.removeprefix("step-")) for folder in (out / "checkpoints").glob("step-*"))
+    last = train_command(experiment, out, after, *settings, f"training.steps={done + 3}")
+    both = nodes(hostfile, port + 1, [*last, "--resume"])
+    ended = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ended
+    assert f"resuming {out} behind step {done}" in ended[0][0]
+    assert len(losses(out)) == done + 3
