@@ -132,7 +132,7 @@ class Read(nn.Module):
         super().__init__()
         self.config, self.d = config, memory_width
         if config.read == "both":
-            self.alpha = nn.Parameter(torch.tensor(config.alpha))
+            self.alpha = nn.Parameter(torch.tensor([config.alpha]))
         if config.consolidation == "delta" and config.keeps_long_term:
             self.delta = DeltaRead(width, memory_width, config)
         self.out = nn.Linear(memory_width, width, bias=False)
