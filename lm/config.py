@@ -228,6 +228,8 @@ class TrainingConfig(Schema):
     """Largest gradient norm."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast; weights, optimiser and memory stay float32."""
+    compile: bool = False
+    """Compile attention and feed-forward with torch.compile: a minute or so at the start."""
     activation_checkpointing: bool = False
     """Compute attention and feed-forward again in the backward pass instead of keeping what they made."""
     backend: Literal["deepspeed", "plain"] = "deepspeed"

@@ -22,8 +22,8 @@ from lm.model.attention import Span, attend
 from lm.model.delta import DeltaRead, DeltaWrite, Transition, advance
 from lm.model.state import Memory, Open, Readout, where_lanes
 
-MAX_RETENTION = 0.999
-"""Ceiling of the forget gate: working memory then stays within 1 / (1 - 0.999) per element, however long the stream."""
+MAX_RETENTION = 0.95
+"""Ceiling of the forget gate: working memory then stays within 1 / (1 - 0.95) = 20 per element, however long the stream."""
 
 
 def matrix(*shape: int, fan_in: int) -> nn.Parameter:
