@@ -1,9 +1,11 @@
-"""The tables of the README, from what the benchmarks measured last (benchmarks/results/).
+"""The tables of the README and of docs/performance.md, from what the benchmarks measured last (benchmarks/results/).
 
-python -m benchmarks.report
+python -m benchmarks.report           # the README's
+python -m benchmarks.report --all     # everything
 """
 
 import json
+import sys
 from typing import Any
 
 from benchmarks.measure import RESULTS
@@ -14,8 +16,32 @@ def spread(value: dict[str, float] | None) -> str:
     return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})" if value else ""
 
 
+KEY = {
+    "memory off over x-transformers XL": ("off", "over_xl"),
+    "memory off over GPT-2": ("off", "over_gpt2"),
+    "1 in 4, probe, over memory off": ("1 in 4, probe, both levels", "over_off"),
+    "1 in 4, delta, over memory off": ("1 in 4, delta, both levels", "over_off"),
+    "1 in 4, delta, long-term only, over memory off": ("1 in 4, delta, long-term only", "over_off"),
+    "paper's arrangement over memory off": ("paper", "over_off"),
+}
+"""What is asked first, and where it stands in the results."""
+
+
+def summary() -> list[str]:
+    """Training speed in few lines."""
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("model_*.json"))]
+    lines = [
+        "| | " + " | ".join(f"`{result['preset']}`, {result['threads']} thread(s)" for result in results) + " |",
+        "|---" * (1 + len(results)) + "|",
+    ]
+    for name, (contender, figure) in KEY.items():
+        found = [next((row for row in result["rows"] if row["contender"] == contender), None) for result in results]
+        lines.append(f"| {name} | " + " | ".join(spread(row[figure]) if row else "" for row in found) + " |")
+    return lines
+
+
 def training() -> list[str]:
-    """Training speed as ratios of tokens/s."""
+    """Training speed of everything, as ratios of tokens/s."""
     lines = ["| preset, threads | contender | over memory off | over x-transformers XL | over GPT-2 |", "|---|---|---|---|---|"]
     for path in sorted(RESULTS.glob("model_*.json")):
         result: dict[str, Any] = json.loads(path.read_text())
@@ -46,4 +72,4 @@ def streams() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*training(), "", *streams()]))
+    print("\n".join([*(training() if "--all" in sys.argv else summary()), "", *streams()]))
