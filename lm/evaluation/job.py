@@ -231,12 +231,10 @@ class Job:
     def protocol(self) -> dict[str, Any]:
         """What is printed beside every number."""
         corpus = self.corpus
-        carried = (
-            "one carried stream" if len(corpus.items) == 1 else f"{len(corpus.items)} documents, each carried from its start"
-        )
         return {
             **self.about(),
-            "prediction": f"every token predicted once, the first of each document from BOS; {carried}",
+            "prediction": "every token predicted once, position 0 (BOS) never",
+            "streams": {part.name: self._streams(part) for part in self.passes},
             "modes": {part.name: MEANING[part.mode] for part in self.passes},
             "sums": "float64",
             "words_are": corpus.words_are,

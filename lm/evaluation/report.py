@@ -18,7 +18,7 @@ ROWS: dict[str, Callable[[Figures], str]] = {
     "token perplexity": lambda x: _number(x.perplexity),
     "word perplexity": lambda x: _number(x.word_perplexity),
     "bits per byte": lambda x: _bits(x.bits_per_byte),
-    "bits per character": lambda x: _bits(x.bits_per_character),
+    "bits per char": lambda x: _bits(x.bits_per_character),
     "tokens": lambda x: f"{x.tokens:,}",
     "seconds": lambda x: f"{x.seconds:.1f}",
     "tokens per second": lambda x: f"{x.tokens_per_second:,.0f}",
@@ -29,9 +29,9 @@ def show(result: Result, console: Console) -> None:
     """Print everything, the protocol beside the numbers."""
     protocol = result.protocol
     title = f"{protocol['data']}: {protocol['tokens']:,} tokens, {protocol['documents']:,} documents"
-    table = Table("", title=title, title_justify="left")
+    table = Table("memory", title=title, title_justify="left")
     for name in result.figures:
-        table.add_column(f"memory {name}", justify="right")
+        table.add_column(name, justify="right")
     for label, shown in ROWS.items():
         cells = [shown(found) for found in result.figures.values()]
         if any(cell != "-" for cell in cells):
