@@ -1,18 +1,36 @@
 """The command `pmi eval`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lm.commands import Commands, stderr, stdout
+from lm.commands import CheckedCommand, Commands, stderr, stdout
 from lm.errors import UserError, collecting, noting
+
+if TYPE_CHECKING:
+    from lm.evaluation.job import Job, Result
+
+
+class EvalCommand(CheckedCommand):
+    """`--ray` may stand alone: it then means a cluster on this machine."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, with the value that a bare --ray stands for."""
+        follows = [*args[1:], "-"]
+        given = [part for x, after in zip(args, follows, strict=True) for part in ([x, "local"] if _bare(x, after) else [x])]
+        return super().parse_args(ctx, given)
+
+
+def _bare(argument: str, after: str) -> bool:
+    return argument == "--ray" and after.startswith("-")
 
 
 def mount(app: Commands) -> None:
     """Add the commands to `app`."""
     app.command(
         "eval",
+        cls=EvalCommand,
         epilog="Example: pmi eval --checkpoint runs/demo/model --data runs/demo/data --split test --by-position --out runs/eval",
     )(evaluate)
 
@@ -39,6 +57,11 @@ def evaluate(
     lanes: Annotated[int | None, typer.Option(help="Most documents read side by side (default: by size).", min=1)] = None,
     call_tokens: Annotated[int | None, typer.Option(help="Tokens of one call of the model, about.", min=1)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")] = "auto",
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Spread documents over a Ray cluster: local, auto, HOST:PORT or ray://HOST:PORT."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Ray workers at a time (default: the cluster's CPUs).", min=1)] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics of this run on this port.", min=1, max=65535)
     ] = None,
@@ -47,7 +70,6 @@ def evaluate(
     from lm import machine
     from lm.evaluation.corpus import open_corpus
     from lm.evaluation.job import Job, Options
-    from lm.evaluation.progress import follow
     from lm.evaluation.report import draw, show
     from lm.evaluation.stream import CALL_TOKENS
     from lm.evaluation.variants import MODES, refuse_without_memory
@@ -75,7 +97,7 @@ def evaluate(
     corpus = open_corpus(data, split, loaded.tokenizer, chosen)
     options = Options(modes, segment, window, dtype, lanes, call_tokens or CALL_TOKENS, out)
     job = Job(loaded, corpus, options)
-    result = follow(job, stderr, metrics_port)
+    result = _run(job, ray, workers, metrics_port)
     if json_:
         import json
 
@@ -83,9 +105,25 @@ def evaluate(
     else:
         show(result, stdout)
     if out is not None:
-        stdout.print(f"wrote {out}/result.json", markup=False, highlight=False, soft_wrap=True) if not json_ else None
         if by_position:
             draw(result, out / "by-position.png")
+        if not json_:
+            also = " and by-position.png" if by_position else ""
+            stdout.print(f"wrote result.json{also} to {out}", markup=False, highlight=False, soft_wrap=True)
     if not result.leak_alarm.quiet:
         stderr.print(f"LEAK ALARM: {result.leak_alarm.leaks[0]}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _run(job: "Job", ray: str | None, workers: int | None, metrics_port: int | None) -> "Result":
+    from lm.evaluation.progress import follow
+
+    if ray is None:
+        return follow(job, stderr, metrics_port)
+    from lm.evaluation.cluster import Cluster
+
+    cluster = Cluster(ray, lambda line: stderr.print(line, markup=False, soft_wrap=True), workers=workers or 0)
+    try:
+        return follow(job, stderr, metrics_port, cluster)
+    finally:
+        cluster.close()

@@ -11,6 +11,7 @@ from lm.errors import UserError
 from lm.evaluation.job import Job, Listener, Pass, Result, Runner, here
 from lm.evaluation.stream import StoppedError
 from lm.evaluation.tally import Outcome
+from lm.model.checks import StateError
 from lm.training.signals import StopRequest
 
 LINE_EVERY = 15.0
@@ -55,6 +56,8 @@ def follow(job: Job, console: Console, metrics_port: int | None = None, runner: 
         )
         console.print(f"stopped, {kept}", markup=False, soft_wrap=True)
         raise typer.Exit(128 + request.signal) from stopped
+    except StateError as error:
+        raise UserError(f"the model's results are not numbers any more ({error}); its weights may be damaged") from error
     finally:
         request.close()
         if metrics is not None:

@@ -43,7 +43,9 @@ def run(model: PMI, items: list[Item], mode: Mode = "on", **options: object) -> 
 
 
 @torch.no_grad()
-def plainly(model: PMI, item: Item, donated: list[tuple[Memory, ...]] | None = None, mode: Mode = "on") -> tuple[list[float], list]:
+def plainly(
+    model: PMI, item: Item, donated: list[tuple[Memory, ...]] | None = None, mode: Mode = "on"
+) -> tuple[list[float], list]:
     """Nats of each token, read segment by segment in a lane alone; and the memory before each segment."""
     tokens = torch.tensor([BOS, *item.read(0, item.length).tolist()])
     state, nats, memories = model.initial_state(1), [], []
