@@ -44,7 +44,7 @@ def ray_cluster() -> Iterator[int]:
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, _metrics_export_port=port,
         runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="error",
-        _system_config={"metrics_report_interval_ms": 1000},
+        _system_config={"metrics_report_interval_ms": 1000, "worker_niceness": 0},
     )  # fmt: skip
     yield port
     ray.shutdown()
