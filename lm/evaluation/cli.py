@@ -76,7 +76,7 @@ def evaluate(
     from lm.model.pretrained import from_pretrained, resolve_device
 
     machine.keep_pages()
-    names = list(MODES) if memory == "all" or by_position else [name.strip() for name in memory.split(",")]
+    names = list(MODES) if memory == "all" else [name.strip() for name in memory.split(",")]
     with collecting() as problems:
         if unknown := [name for name in names if name not in MODES]:
             problems.append(f"--memory {','.join(unknown)!r}: must be of {', '.join(MODES)}, or all")
@@ -87,7 +87,7 @@ def evaluate(
         with noting(problems):
             loaded = from_pretrained(checkpoint)
     loaded.model.to(target)
-    modes = [mode for mode in MODES if mode in names]
+    modes = [mode for mode in MODES if mode in names or by_position]
     if loaded.model.config.memory is None and by_position:
         modes = ["off"]
     refuse_without_memory(loaded, modes)
