@@ -1,4 +1,4 @@
-"""The command `pmi eval`."""
+"""The commands `pmi eval` and `pmi eval-peer`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +7,7 @@ import typer
 
 from lm.commands import CheckedCommand, Commands, stderr, stdout
 from lm.errors import UserError, collecting, noting
+from lm.evaluation.peer_cli import evaluate_peer
 
 if TYPE_CHECKING:
     from lm.evaluation.job import Job, Result
@@ -33,6 +34,9 @@ def mount(app: Commands) -> None:
         cls=EvalCommand,
         epilog="Example: pmi eval --checkpoint runs/demo/model --data runs/demo/data --split test --by-position --out runs/eval",
     )(evaluate)
+    app.command("eval-peer", epilog="Example: pmi eval-peer --model runs/gpt2 --data runs/demo/data --context 128 --stride 64")(
+        evaluate_peer
+    )
 
 
 def evaluate(

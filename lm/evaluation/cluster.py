@@ -7,6 +7,7 @@
 """
 
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -67,16 +68,13 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray = _ray()
         if not ray.is_initialized():
+            _knock(self.address)
             quiet = {"log_to_driver": False, "logging_level": "error"}
             local = {"include_dashboard": False} if self.address in (None, "local") else {}
             try:
                 ray.init(address=self.address or "local", **quiet, **local)
             except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-                why = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise UserError(
-                    f"--ray {self.address}: no Ray cluster answers there ({why}); start one with `ray start --head`, "
-                    "or use --ray local"
-                ) from error
+                raise _no_cluster(self.address, error) from error
             self.owned = True
         self.workers = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
@@ -209,6 +207,23 @@ def _told(ray: Any, asked: Any, watch: Watch, told: int) -> int:
         return 0
     watch.advanced(more)
     return more
+
+
+def _knock(address: str | None) -> None:
+    """UserError at once where nothing listens: Ray itself would try for minutes, and then end the process."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, OverflowError) as error:
+            raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str | None, error: Exception) -> UserError:
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(
+        f"--ray {address}: no Ray cluster answers there ({why}); start one with `ray start --head`, or use --ray local"
+    )
 
 
 def _ray() -> Any:

@@ -64,7 +64,7 @@ def remarks(result: Result) -> list[str]:
     if result.shuffling is not None:
         lines.append(_said(result.shuffling))
     quiet = result.leak_alarm
-    if quiet.quiet:
+    if quiet.quiet and quiet.documents:
         across = f", {quiet.across} first segments of the run agree between its modes" if quiet.across else ""
         lines.append(f"leak alarm quiet: {quiet.documents} first segments equal bit for bit with on, reset, shuffled{across}")
     lines += [f"LEAK ALARM: {leak}" for leak in quiet.leaks[:5]]
