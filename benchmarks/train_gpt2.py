@@ -3,7 +3,7 @@
     python -m benchmarks.train_gpt2 --preset tiny --data runs/demo/data --steps 330 --out runs/gpt2
     pmi eval-peer --model runs/gpt2 --data runs/demo/data --context 128 --stride 64
 
-It reads what `pmi demo` reads: the same lanes, segments per step, optimiser and schedule (the defaults here). Each row of a batch is
+It reads what `pmi demo` reads: the same lanes, segments per step, optimiser, schedule (the defaults). Each row of a batch is
 a stretch of one lane, `segments x segment` tokens: GPT-2 sees no more than these, and has as many positions.
 """
 
