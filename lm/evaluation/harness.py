@@ -41,7 +41,8 @@ class PmiLM(LM):  # type: ignore[misc]
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        loaded = from_pretrained(Path(pretrained), resolve_device(device))
+        # the harness says cuda:0 wherever the user says nothing
+        loaded = from_pretrained(Path(pretrained), resolve_device(device if torch.cuda.is_available() else "cpu"))
         carried = memory in ("on", "True", True)
         self.tokenizer, self.call_tokens = loaded.tokenizer, CALL_TOKENS
         self.model = variant(loaded, carried, segment, window, dtype)
