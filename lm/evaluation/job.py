@@ -5,6 +5,7 @@
 A pass reads all documents in one memory mode. `shuffled` also needs `on`; where there is one document, both run over parts of it.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -152,7 +153,7 @@ class Job:
             "window": config.window,
             "trained_with": {"segment": self.checkpoint.model.config.segment, "window": self.checkpoint.model.config.window},
             "dtype": self.options.dtype,
-            "chosen": [item.name for item in corpus.items] if len(corpus.items) <= PARTS else None,
+            "documents_fingerprint": _fingerprint(corpus.items),
         }
 
     def model_of(self, mode: Mode) -> PMI:
@@ -221,7 +222,10 @@ class Job:
             sum(x.documents for x in alarms), sum(x.across for x in alarms), [leak for x in alarms for leak in x.leaks]
         )
         positions = {part.name: by_position(self.outcomes(part.name)) for part in self.passes}
-        result = Result(self.protocol(), found, positions, self._shuffling(), joined, self.corpus.notes)
+        notes = list(self.corpus.notes)
+        if self.checkpoint.model.config.memory is None:
+            notes.append("this checkpoint was trained without memory: there is none to carry, and on and off are the same")
+        result = Result(self.protocol(), found, positions, self._shuffling(), joined, notes)
         self.journal.finish(result.row())
         return result
 
@@ -255,3 +259,8 @@ class Job:
         on = next(part for part in self.passes if part.mode == "on" and part.parts == shuffled.parts)
         gap = difference(self.outcomes(shuffled.name), self.outcomes(on.name))
         return {**asdict(gap), "worse": gap.worse, "against": on.name}
+
+
+def _fingerprint(items: Sequence[Item]) -> str:
+    """A short hash of which documents are read."""
+    return hashlib.sha256("\0".join(f"{item.number} {item.name}" for item in items).encode()).hexdigest()[:16]

@@ -11,6 +11,8 @@ from rich.table import Table
 from lm.evaluation.figures import Figures
 from lm.evaluation.job import Result
 
+FEW = 10
+"""Documents or blocks below which a bootstrap interval is too narrow to be trusted."""
 ROWS: dict[str, Callable[[Figures], str]] = {
     "nats per token": lambda x: f"{x.nats_per_token:.4f}",
     "95 % of it": lambda x: f"{x.interval.low:.4f} to {x.interval.high:.4f}" if x.interval else "-",
@@ -53,7 +55,8 @@ def remarks(result: Result) -> list[str]:
     ]
     found = next(iter(result.figures.values()))
     if found.interval:
-        lines.append(f"95 %: bootstrap over {found.interval.units:,} {found.interval.over}")
+        few = "; so few that it is a hint at most" if found.interval.units < FEW else ""
+        lines.append(f"95 %: bootstrap over {found.interval.units:,} {found.interval.over}{few}")
     if found.word_perplexity is not None:
         lines.append(f"word ppl: by {protocol['words_are']}")
     if protocol["unknown_rate"] is not None:
