@@ -250,7 +250,11 @@ class Job:
     def _streams(self, part: Pass) -> str:
         if part.parts:
             return f"one document in {len(part.items)} parts, each read from a start of its own"
-        return "one carried stream" if len(part.items) == 1 else f"{len(part.items):,} documents, each carried from its start"
+        return (
+            "one carried stream, which cannot be split"
+            if len(part.items) == 1
+            else f"{len(part.items):,} documents, each carried from its start"
+        )
 
     def _shuffling(self) -> dict[str, Any] | None:
         shuffled = next((part for part in self.passes if part.mode == "shuffled"), None)

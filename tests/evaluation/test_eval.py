@@ -1,12 +1,16 @@
 """`pmi eval` as a user meets it: figures with their protocol, interrupted runs, and input that makes a figure doubtful."""
 
+import contextlib
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +144,31 @@ def test_the_alarm_ends_the_command_with_a_failure(
     assert code == 1
     assert "LEAK ALARM: book0.txt: a leak" in out
     assert "LEAK ALARM" in err
+
+
+def test_progress_can_be_scraped_by_prometheus_while_it_runs(pmi: Pmi, checkpoint_folder: Path, books: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pages: list[str] = []
+    stop = threading.Event()
+
+    def scrape() -> None:
+        while not stop.wait(0.1):
+            with contextlib.suppress(OSError):
+                pages.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode())
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        code, _, err = pmi("eval", "--checkpoint", checkpoint_folder, "--data", books, "--metrics-port", port, "--call-tokens", 8)
+    finally:
+        stop.set()
+        thread.join()
+    assert code == 0, err
+    for name in ("pmi_eval_tokens_total", "pmi_eval_documents_total", "pmi_eval_failures_total", "pmi_eval_tokens_per_second"):
+        assert f"{name} " in pages[-1]
+    assert float(pages[-1].split("\npmi_eval_tokens_total ")[1].split()[0]) > 0
 
 
 def outcome(number: int, tokens: int, nats: float) -> Outcome:
