@@ -68,8 +68,8 @@ class Result:
     figures: dict[str, Figures]
     """By pass."""
     positions: dict[str, list[dict[str, float]]]
-    shuffling: dict[str, Any] | None
-    """How much worse shuffled memory was than carried memory, and whether that is sure."""
+    differences: dict[str, dict[str, Any]]
+    """By pass: how much worse it was than carried memory on the same documents, and whether that is sure."""
     leak_alarm: alarm.Alarm
     notes: list[str]
 
@@ -79,7 +79,7 @@ class Result:
         return {
             "protocol": self.protocol,
             "passes": passes,
-            "shuffling": self.shuffling,
+            "differences": self.differences,
             "leak_alarm": self.leak_alarm.row(),
             "notes": self.notes,
         }
@@ -225,7 +225,7 @@ class Job:
         notes = list(self.corpus.notes)
         if self.checkpoint.model.config.memory is None:
             notes.append("this checkpoint was trained without memory: there is none to carry, and on and off are the same")
-        result = Result(self.protocol(), found, positions, self._shuffling(), joined, notes)
+        result = Result(self.protocol(), found, positions, self._differences(), joined, notes)
         self.journal.finish(result.row())
         return result
 
@@ -256,13 +256,14 @@ class Job:
             else f"{len(part.items):,} documents, each carried from its start"
         )
 
-    def _shuffling(self) -> dict[str, Any] | None:
-        shuffled = next((part for part in self.passes if part.mode == "shuffled"), None)
-        if shuffled is None:
-            return None
-        on = next(part for part in self.passes if part.mode == "on" and part.parts == shuffled.parts)
-        gap = difference(self.outcomes(shuffled.name), self.outcomes(on.name))
-        return {**asdict(gap), "worse": gap.worse, "against": on.name}
+    def _differences(self) -> dict[str, dict[str, Any]]:
+        found = {}
+        for part in self.passes:
+            on = next((other for other in self.passes if other.mode == "on" and other.parts == part.parts), None)
+            if on is not None and part.mode != "on":
+                gap = difference(self.outcomes(part.name), self.outcomes(on.name))
+                found[part.name] = {**asdict(gap), "worse": gap.worse, "mode": part.mode, "against": on.name}
+        return found
 
 
 def _fingerprint(items: Sequence[Item]) -> str:

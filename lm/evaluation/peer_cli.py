@@ -66,7 +66,7 @@ def evaluate_peer(
         "comparable": not corpus.not_comparable,
         "not_comparable": corpus.not_comparable,
     }
-    result = Result(protocol, {name: found}, {name: by_position(outcomes)}, None, Alarm(0, 0, []), corpus.notes)
+    result = Result(protocol, {name: found}, {name: by_position(outcomes)}, {}, Alarm(0, 0, []), corpus.notes)
     if json_:
         stdout.print_json(json.dumps(result.row()))
     else:

@@ -15,7 +15,8 @@ FEW = 10
 """Documents or blocks below which a bootstrap interval is too narrow to be trusted."""
 ROWS: dict[str, Callable[[Figures], str]] = {
     "nats per token": lambda x: f"{x.nats_per_token:.4f}",
-    "95 % of it": lambda x: f"{x.interval.low:.4f} to {x.interval.high:.4f}" if x.interval else "-",
+    "  95 % from": lambda x: f"{x.interval.low:.4f}" if x.interval else "-",
+    "  95 % to": lambda x: f"{x.interval.high:.4f}" if x.interval else "-",
     "bits per token": lambda x: f"{x.bits_per_token:.4f}",
     "token perplexity": lambda x: _number(x.perplexity),
     "word perplexity": lambda x: _number(x.word_perplexity),
@@ -64,8 +65,7 @@ def remarks(result: Result) -> list[str]:
     if protocol["not_comparable"]:
         lines.append(f"NOT comparable with published figures: {'; '.join(protocol['not_comparable'])}")
     lines += result.notes
-    if result.shuffling is not None:
-        lines.append(_said(result.shuffling))
+    lines += [_said(name, gap) for name, gap in result.differences.items()]
     quiet = result.leak_alarm
     if quiet.quiet and quiet.documents:
         across = f", {quiet.across} first segments of the run agree between its modes" if quiet.across else ""
@@ -74,16 +74,22 @@ def remarks(result: Result) -> list[str]:
     return lines
 
 
-def _said(shuffling: dict[str, Any]) -> str:
-    gap = f"{shuffling['nats_per_token']:+.5f} nats/token"
-    if shuffling["low"] is not None:
-        gap += f" (95 % {shuffling['low']:+.5f} to {shuffling['high']:+.5f}, {shuffling['units']} {shuffling['over']})"
-    verdicts = {
-        True: "is worse: the memory carries something of its own document",
-        False: "is better, which no sound memory does: look for a fault",
-        None: "is not surely different: this run does not show that the memory carries anything",
-    }
-    return f"shuffled memory against {shuffling['against']}: {gap}; it {verdicts[shuffling['worse']]}"
+def _said(name: str, difference: dict[str, Any]) -> str:
+    gap = f"{difference['nats_per_token']:+.5f} nats/token"
+    if difference["low"] is not None:
+        gap += (
+            f" (95 % {difference['low']:+.5f} to {difference['high']:+.5f}, {difference['units']} {difference['over']} in pairs)"
+        )
+    verdicts = {True: "worse", False: "better", None: "not surely different"}
+    meaning = ""
+    if difference["mode"] == "shuffled":
+        meanings = {
+            True: ": the memory carries something of its own document",
+            False: ", which no sound memory is: look for a fault",
+            None: ": this run does not show that the memory carries anything of its own document",
+        }
+        meaning = meanings[difference["worse"]]
+    return f"memory {name} against {difference['against']}: {gap}, {verdicts[difference['worse']]}{meaning}"
 
 
 def paper_line(result: Result, name: str) -> str:
@@ -126,32 +132,37 @@ def draw(result: Result, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(8, 4.8))
     protocol = result.protocol
-    for name, bins in result.positions.items():
-        centres = [math.sqrt(max(bin_["first"], 0.5) * bin_["last"]) for bin_ in bins]
-        axis.plot(centres, [bin_["nats_per_token"] / math.log(2) for bin_ in bins], "o-", markersize=3, label=f"memory {name}")
-    axis.axvline(protocol["segment"], color="grey", linestyle=":", linewidth=1)
-    axis.text(
-        protocol["segment"],
-        0.99,
-        " memory is first read",
-        transform=axis.get_xaxis_transform(),
-        va="top",
-        fontsize=8,
-        color="grey",
-    )
-    axis.set_xscale("log")
-    axis.set_xlabel("position in the document (tokens)")
-    axis.set_ylabel("bits per token")
-    axis.set_title(
-        f"{protocol['data']}: {protocol['tokens']:,} tokens, T={protocol['segment']}, W={protocol['window']}", fontsize=10
-    )
-    axis.grid(alpha=0.3)
-    axis.legend()
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=[3, 2])
+    for number, (name, bins) in enumerate(result.positions.items()):
+        bits = [bin_["nats_per_token"] / math.log(2) for bin_ in bins]
+        above.plot(_centres(bins), bits, "o-", markersize=3, color=f"C{number}", label=f"memory {name}")
+        against = result.differences.get(name, {}).get("against")
+        if against is not None:
+            on = {bin_["first"]: bin_["nats_per_token"] / math.log(2) for bin_ in result.positions[against]}
+            gaps = [x - on[bin_["first"]] for x, bin_ in zip(bits, bins, strict=True)]
+            below.plot(_centres(bins), gaps, "o-", markersize=3, color=f"C{number}", label=f"{name} - {against}")
+    below.axhline(0, color="black", linewidth=0.8)
+    for axis in (above, below):
+        axis.axvline(protocol["segment"], color="grey", linestyle=":", linewidth=1)
+        axis.set_xscale("log")
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    note = {"transform": above.get_xaxis_transform(), "va": "top", "fontsize": 8, "color": "grey"}
+    above.text(protocol["segment"], 0.99, " memory is first read", **note)
+    above.set_ylabel("bits per token")
+    below.set_ylabel("bits above memory on")
+    below.set_xlabel("position in the document (tokens)")
+    title = f"{Path(protocol['data']).name}: {protocol['tokens']:,} tokens, {protocol['documents']:,} documents"
+    above.set_title(f"{title}, T={protocol['segment']}, W={protocol['window']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _centres(bins: list[dict[str, float]]) -> list[float]:
+    return [math.sqrt(max(bin_["first"], 0.5) * bin_["last"]) for bin_ in bins]
 
 
 def _number(value: float | None) -> str:

@@ -47,6 +47,9 @@ def test_the_report_names_every_figure_with_its_protocol(pmi: Pmi, checkpoint_fo
     assert len({result["passes"][name]["nats"] for name in ("on", "off", "reset", "shuffled")}) == 4
     assert result["leak_alarm"]["quiet"]
     assert result["leak_alarm"]["across"] == 14
+    assert set(result["differences"]) == {"off", "reset", "shuffled"}
+    gap = (result["passes"]["reset"]["nats"] - result["passes"]["on"]["nats"]) / tokens
+    assert result["differences"]["reset"]["nats_per_token"] == pytest.approx(gap)
     assert result["protocol"]["comparable"] is False
     for said in ("T=8, W=8", "position 0 (BOS) never", "not comparable with published figures", "one token", "leak alarm quiet"):
         assert said in out
@@ -70,7 +73,7 @@ def test_one_document_is_shuffled_in_parts_against_carried_memory_in_the_same_pa
     result = json.loads(pmi(*call, "--memory", "shuffled")[1])
     assert set(result["passes"]) == {"on, 64 parts", "shuffled, 64 parts"}
     assert {found["tokens"] for found in result["passes"].values()} == {len(moby_dick[:1100].encode())}
-    assert result["shuffling"]["units"] == 64
+    assert result["differences"]["shuffled, 64 parts"]["units"] == 64
     assert json.loads(pmi(*call)[1])["passes"]["on"]["interval"]["over"] == "blocks"
 
 
