@@ -1,5 +1,6 @@
 """The commands `pmi eval` and `pmi eval-peer`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,6 +85,8 @@ def evaluate(
     with collecting() as problems:
         if unknown := [name for name in names if name not in MODES]:
             problems.append(f"--memory {','.join(unknown)!r}: must be of {', '.join(MODES)}, or all")
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            problems.append(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: an evaluation is one process; spread documents with --ray")
         if by_position and out is None:
             problems.append("--by-position: writes a picture; name a folder for it with --out")
         with noting(problems):
