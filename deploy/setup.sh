@@ -38,7 +38,7 @@ wanted=$(cat pyproject.toml constraints.txt | cksum)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   echo "setup: installing the project and its extras into $venv (a few minutes the first time)"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,serve,test,bench]'
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,serve,eval,test,bench]'
   echo "$wanted" > "$stamp"
 fi
 

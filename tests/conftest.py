@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,3 +27,24 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.section("NOT RUN: a program they need is missing")
         for line in sorted(_not_run):
             terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[int]:
+    """One Ray cluster of two workers for the whole session (starting one takes ten seconds); its metrics port."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "1"
+    import ray
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    root = str(Path(__file__).parent.parent)
+    environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, _metrics_export_port=port,
+        runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="error",
+        _system_config={"metrics_report_interval_ms": 1000, "worker_niceness": 0},
+    )  # fmt: skip
+    yield port
+    ray.shutdown()

@@ -1,0 +1,235 @@
+"""`pmi eval --ray`: the documents of a pass spread over the tasks of a Ray cluster, local or remote.
+
+- weights and tokens travel through Ray's object store: workers need the package, not the files
+- a task reads a few documents; one that is lost with its worker is submitted again, and said
+- a counter with no CPU of its own collects how far the tasks are; metrics come out on Ray's own Prometheus ports as
+  ray_pmi_eval_tokens_total, ray_pmi_eval_documents_total, ray_pmi_eval_failures, ray_pmi_eval_tokens_per_second
+"""
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lm import machine
+from lm.config import ModelConfig
+from lm.data.lanes import deal
+from lm.errors import UserError
+from lm.evaluation.corpus import Item
+from lm.evaluation.counter import Counter, metrics
+from lm.evaluation.job import Job, Pass
+from lm.evaluation.stream import Open, StoppedError, Watch, evaluate
+from lm.evaluation.tally import Outcome
+from lm.evaluation.variants import Mode
+from lm.model import PMI
+
+TASKS_PER_WORKER = 4
+"""Tasks that each worker gets in turn: a lost one costs a quarter of a worker's documents, and the ends come out even."""
+ATTEMPTS = 4
+"""Times that a task may be lost with its worker before the evaluation gives up."""
+REPORT_EVERY = 0.5
+"""Seconds between a task's reports."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one task reads."""
+
+    number: int
+    items: list[Item]
+    """Held in memory; with `shuffled` each document is followed by the one whose memory it reads."""
+    mode: Mode
+    bos: int
+    lanes: int | None
+    call_tokens: int
+    only: set[int]
+    """The numbers to report: the others only lend their memory."""
+
+
+@dataclass
+class Cluster:
+    """A connection to Ray, and the runner of a job's passes on it."""
+
+    address: str | None = None
+    say: Callable[[str], None] = lambda line: None
+    failures: int = 0
+    workers: int = 0
+    owned: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # a cluster started here works like this process would: Ray's own choice, 15, starves beside anything else that runs
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        ray = _ray()
+        if not ray.is_initialized():
+            _knock(self.address)
+            quiet = {"log_to_driver": False, "logging_level": "error"}
+            local = {"include_dashboard": False} if self.address in (None, "local") else {}
+            try:
+                ray.init(address=self.address or "local", **quiet, **local)
+            except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+                raise _no_cluster(self.address, error) from error
+            self.owned = True
+        self.workers = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        if self.owned:
+            _ray().shutdown()
+
+    def __call__(self, job: Job, model: PMI, part: Pass, watch: Watch, resume: list[Open], finished: set[int]) -> None:
+        """Read a pass (`Runner`). Documents in the middle are read anew: their lanes' states stay where they are."""
+        ray = _ray()
+        if len(part.items) == 1:
+            self.say(f"memory {part.name}: one carried stream cannot be split; it runs on one worker")
+        tasks = self._tasks(job, part, finished)
+        weights = ray.put((model.config, {name: x.detach().cpu() for name, x in model.named_parameters()}, model.dtype))
+        counter = ray.remote(num_cpus=0, max_restarts=-1)(Counter).remote()
+        lost = metrics()["failures"]
+        lost.set(self.failures)
+        submit = ray.remote(num_cpus=1, max_retries=0)(_read)
+        queue = deque((task, 1) for task in tasks)
+        waiting: dict[Any, tuple[Task, int]] = {}
+        asked, told = counter.total.remote(), 0
+        try:
+            while waiting or queue:
+                if watch.stop():
+                    raise StoppedError([])
+                while queue and len(waiting) < self.workers:
+                    task, attempt = queue.popleft()
+                    waiting[submit.remote(task, weights, counter)] = (task, attempt)
+                ready, _ = ray.wait(list(waiting), timeout=REPORT_EVERY)
+                if ray.wait([asked], timeout=0)[0]:
+                    told += _told(ray, asked, watch, told)
+                    asked = counter.total.remote()
+                for reference in ready:
+                    task, attempt = waiting.pop(reference)
+                    try:
+                        outcomes = ray.get(reference)
+                    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError,
+                            ray.exceptions.ObjectLostError, ray.exceptions.LocalRayletDiedError) as error:  # fmt: skip
+                        self.failures += 1
+                        lost.set(self.failures)
+                        if attempt == ATTEMPTS:
+                            raise UserError(
+                                f"--ray: {task.items[0].name!r} and others were lost with their worker {ATTEMPTS} times "
+                                f"({type(error).__name__}); look at the cluster's memory, or use smaller --call-tokens"
+                            ) from error
+                        self.say(f"a worker was lost ({type(error).__name__}); its {len(task.only)} documents are read again")
+                        queue.append((task, attempt + 1))
+                        continue
+                    for outcome in outcomes:
+                        watch.done(outcome)
+            told += _told(ray, counter.total.remote(), watch, told)
+        finally:
+            for reference in waiting:
+                ray.cancel(reference, force=True)
+            ray.kill(counter)
+
+    def _tasks(self, job: Job, part: Pass, finished: set[int]) -> list[Task]:
+        left = [place for place, item in enumerate(part.items) if item.number not in finished]
+        sizes = np.array([part.items[place].length for place in left], dtype=np.int64)
+        count = min(len(left), self.workers * TASKS_PER_WORKER)
+        hands = deal(sizes, np.arange(len(left)), count)
+        tasks = []
+        for number, hand in enumerate(hands):
+            places = [left[i] for i in hand]
+            items = [part.items[place].in_memory() for place in places]
+            only = {item.number for item in items}
+            if part.mode == "shuffled":
+                items = [item for place in places for item in _with_donor(part.items, place)]
+            options = job.options
+            tasks.append(Task(number, items, part.mode, job.bos, options.lanes, options.call_tokens, only))
+        return sorted(tasks, key=lambda task: -sum(item.length for item in task.items))
+
+
+def _with_donor(items: Sequence[Item], place: int) -> list[Item]:
+    """A document and the one whose memory it reads, numbered apart so that the second is never reported."""
+    donor = items[(place + 1) % len(items)].in_memory()
+    return [items[place].in_memory(), replace(donor, number=-1 - place)]
+
+
+def _read(task: Task, weights: tuple[ModelConfig, dict[str, torch.Tensor], torch.dtype], counter: Any) -> list[Outcome]:
+    """A task: read the documents and return their outcomes."""
+    machine.keep_pages()
+    torch.set_num_threads(1)
+    config, parameters, dtype = weights
+    model = PMI(config).eval()
+    if dtype == torch.float64:
+        model = model.double()
+    elif dtype == torch.bfloat16:
+        model = model.compute_in(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters[name])
+    counted, outcomes = metrics(), []
+    began = last = time.monotonic()
+    tokens = reported = 0
+
+    def done(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        counted["documents"].inc()
+
+    def advanced(count: int) -> None:
+        nonlocal tokens, reported, last
+        tokens += count
+        now = time.monotonic()
+        if now - last >= REPORT_EVERY:
+            counted["tokens"].inc(tokens - reported)
+            counted["speed"].set(tokens / (now - began))
+            counter.report.remote(task.number, tokens)
+            last, reported = now, tokens
+
+    evaluate(
+        model, task.items, task.mode, task.bos, Watch(done, advanced), task.lanes, task.call_tokens,
+        finished={item.number for item in task.items} - task.only,
+    )  # fmt: skip
+    if tokens > reported:
+        counted["tokens"].inc(tokens - reported)
+    counted["speed"].set(tokens / max(time.monotonic() - began, 1e-9))
+    import ray
+
+    ray.get(counter.report.remote(task.number, tokens))
+    return outcomes
+
+
+def _told(ray: Any, asked: Any, watch: Watch, told: int) -> int:
+    """Tell the watcher how far the tasks are beyond `told`."""
+    try:
+        more = int(ray.get(asked, timeout=30)) - told
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # progress is no reason to end
+        return 0
+    watch.advanced(more)
+    return more
+
+
+def _knock(address: str | None) -> None:
+    """UserError at once where nothing listens: Ray itself would try for minutes, and then end the process."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, OverflowError) as error:
+            raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str | None, error: Exception) -> UserError:
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(
+        f"--ray {address}: no Ray cluster answers there ({why}); start one with `ray start --head`, or use --ray local"
+    )
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise UserError("--ray: Ray is not installed; pip install 'pmi-lm[serve]'") from error
+    return ray

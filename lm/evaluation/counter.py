@@ -1,0 +1,37 @@
+"""What an evaluation on Ray counts: an actor that knows how far all tasks are, and metrics on Ray's Prometheus ports.
+
+Apart from cluster.py so that the actor's process need not load torch.
+"""
+
+from typing import Any
+
+
+class Counter:
+    """How many tokens each task has read; a task that starts again counts from 0."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+
+    def report(self, task: int, tokens: int) -> int:
+        """Task `task` has read so many tokens."""
+        self.tokens[task] = tokens
+        return tokens
+
+    def total(self) -> int:
+        """Tokens read by all tasks."""
+        return sum(self.tokens.values())
+
+
+_made: dict[str, Any] = {}
+
+
+def metrics() -> dict[str, Any]:
+    """This process's metrics, made once: Ray counts a second of the same name apart."""
+    from ray.util import metrics as ray_metrics
+
+    if not _made:
+        _made["tokens"] = ray_metrics.Counter("pmi_eval_tokens_total", "tokens predicted")
+        _made["documents"] = ray_metrics.Counter("pmi_eval_documents_total", "documents read to their end")
+        _made["failures"] = ray_metrics.Gauge("pmi_eval_failures", "tasks of this run lost with their worker")
+        _made["speed"] = ray_metrics.Gauge("pmi_eval_tokens_per_second", "tokens predicted per second by a worker")
+    return _made

@@ -1,0 +1,287 @@
+"""`pmi eval` as a user meets it: figures with their protocol, interrupted runs, and input that makes a figure doubtful."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lm.data.tokenizer import ByteTokenizer
+from lm.data.words import WordTokenizer
+from lm.evaluation import alarm
+from lm.evaluation.corpus import open_corpus
+from lm.evaluation.figures import RESAMPLES, difference, figures, interval
+from lm.evaluation.job import Job, Options
+from lm.evaluation.tally import Outcome
+from lm.model.pretrained import Checkpoint, save_pretrained
+from lm.model.state import State
+from tests.evaluation.conftest import ROOT, Pmi, make_model, result_of
+
+
+def test_the_report_names_every_figure_with_its_protocol(pmi: Pmi, checkpoint_folder: Path, books: Path, tmp_path: Path) -> None:
+    code, out, err = pmi("eval", "--checkpoint", checkpoint_folder, "--data", books, "--by-position", "--out", tmp_path / "e")
+    assert code == 0, err
+    result = result_of(tmp_path / "e")
+    tokens = sum(path.stat().st_size for path in books.iterdir())
+    for name in ("on", "off", "reset", "shuffled"):
+        found = result["passes"][name]
+        assert found["tokens"] == tokens
+        assert found["documents"] == 7
+        assert found["bits_per_byte"] == pytest.approx(found["nats"] / tokens / math.log(2))
+        assert found["perplexity"] == pytest.approx(math.exp(found["nats"] / tokens))
+        assert sum(bin_["tokens"] for bin_ in found["by_position"]) == tokens
+        assert found["interval"]["low"] < found["nats_per_token"] < found["interval"]["high"]
+    assert len({result["passes"][name]["nats"] for name in ("on", "off", "reset", "shuffled")}) == 4
+    assert result["leak_alarm"]["quiet"]
+    assert result["leak_alarm"]["across"] == 14
+    assert set(result["differences"]) == {"off", "reset", "shuffled"}
+    gap = (result["passes"]["reset"]["nats"] - result["passes"]["on"]["nats"]) / tokens
+    assert result["differences"]["reset"]["nats_per_token"] == pytest.approx(gap)
+    assert result["protocol"]["comparable"] is False
+    for said in ("T=8, W=8", "position 0 (BOS) never", "not comparable with published figures", "one token", "leak alarm quiet"):
+        assert said in out
+    assert (tmp_path / "e" / "by-position.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_another_segment_and_window_are_the_same_weights_read_otherwise(pmi: Pmi, checkpoint_folder: Path, books: Path) -> None:
+    call = ("eval", "--checkpoint", checkpoint_folder, "--data", books, "--json")
+    plain, long = json.loads(pmi(*call)[1]), json.loads(pmi(*call, "--segment", 16, "--window", 4)[1])
+    assert long["protocol"]["segment"] == 16
+    assert long["protocol"]["trained_with"] == {"segment": 8, "window": 8}
+    assert long["passes"]["on"]["tokens"] == plain["passes"]["on"]["tokens"]
+    assert long["passes"]["on"]["nats"] != plain["passes"]["on"]["nats"]
+
+
+def test_one_document_is_shuffled_in_parts_against_carried_memory_in_the_same_parts(
+    pmi: Pmi, checkpoint_folder: Path, tmp_path: Path, moby_dick: str
+) -> None:
+    (tmp_path / "one.txt").write_text(moby_dick[:1100])
+    call = ("eval", "--checkpoint", checkpoint_folder, "--data", tmp_path / "one.txt", "--json")
+    result = json.loads(pmi(*call, "--memory", "shuffled")[1])
+    assert set(result["passes"]) == {"on, 64 parts", "shuffled, 64 parts"}
+    assert {found["tokens"] for found in result["passes"].values()} == {len(moby_dick[:1100].encode())}
+    assert result["differences"]["shuffled, 64 parts"]["units"] == 64
+    assert json.loads(pmi(*call)[1])["passes"]["on"]["interval"]["over"] == "blocks"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_evaluation_goes_on_where_it_was(
+    pmi: Pmi, checkpoint_folder: Path, tmp_path: Path, moby_dick: str, how: signal.Signals
+) -> None:
+    (tmp_path / "books").mkdir()
+    for number, length in enumerate((12_000, 400, 500, 600)):
+        (tmp_path / "books" / f"{number}.txt").write_text(moby_dick[:length])
+    call = ["eval", "--checkpoint", str(checkpoint_folder), "--data", str(tmp_path / "books"), "--out", str(tmp_path / "e")]
+    slowly = ["--call-tokens", "32", "--lanes", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lm", *call, *slowly],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    journal = tmp_path / "e" / "journal.jsonl"
+    while time.monotonic() < deadline and not (journal.exists() and journal.read_text().count("\n") >= 2):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    if how == signal.SIGINT:
+        assert b"to go on, run the same command again" in err
+    with journal.open("a") as file:
+        file.write('{"pass": "on", "sec')  # a line that a crash cut short
+    done = journal.read_text().count("\n")
+    code, _, err2 = pmi(*call)
+    assert code == 0, err2
+    assert "tokens were read before" in err2
+    read_before = int(err2.split("memory on: ")[1].split(" of")[0].replace(",", ""))
+    # the long document is kept in the middle where there was time to save it
+    assert (read_before > 2000) == (how == signal.SIGINT)
+    assert journal.read_text().count("\n") == 4 > done
+    code, out, _ = pmi("eval", "--checkpoint", checkpoint_folder, "--data", tmp_path / "books", "--json")
+    assert result_of(tmp_path / "e")["passes"]["on"]["nats"] == pytest.approx(json.loads(out)["passes"]["on"]["nats"], rel=1e-6)
+    code, _, err3 = pmi(*call, "--memory", "off", "--segment", 16)
+    assert code == 2
+    assert "holds another evaluation (it differs in segment)" in err3
+
+
+def test_the_leak_alarm_rings_when_a_lane_keeps_what_it_read_before(
+    checkpoint: Checkpoint, books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = open_corpus(books, "test", checkpoint.tokenizer)
+    job = Job(checkpoint, corpus, Options(["on", "reset"]))
+    assert job.run().leak_alarm.quiet
+
+    def leaking(state: State, lanes: list[int]) -> State:
+        return state._replace(position=torch.zeros_like(state.position))
+
+    monkeypatch.setattr(job.model, "reset", leaking)
+    assert not job.result().leak_alarm.quiet
+    monkeypatch.undo()
+    outcomes = {mode: job.outcomes(mode) for mode in ("on", "reset")}
+    outcomes["reset"][3] = replace(outcomes["reset"][3], first=outcomes["reset"][3].first * 1.01)
+    rung = alarm.check(job.model, corpus.items, job.bos, outcomes)  # type: ignore[arg-type]
+    assert len(rung.leaks) == 1
+    assert "book3.txt" in rung.leaks[0]
+
+
+def test_the_alarm_ends_the_command_with_a_failure(
+    pmi: Pmi, checkpoint_folder: Path, books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alarm, "check", lambda *args: alarm.Alarm(1, 0, ["book0.txt: a leak"]))
+    code, out, err = pmi("eval", "--checkpoint", checkpoint_folder, "--data", books)
+    assert code == 1
+    assert "LEAK ALARM: book0.txt: a leak" in out
+    assert "LEAK ALARM" in err
+
+
+def test_progress_can_be_scraped_by_prometheus_while_it_runs(pmi: Pmi, checkpoint_folder: Path, books: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pages: list[str] = []
+    stop = threading.Event()
+
+    def scrape() -> None:
+        while not stop.wait(0.1):
+            with contextlib.suppress(OSError):
+                pages.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode())
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        code, _, err = pmi("eval", "--checkpoint", checkpoint_folder, "--data", books, "--metrics-port", port, "--call-tokens", 8)
+    finally:
+        stop.set()
+        thread.join()
+    assert code == 0, err
+    for name in ("pmi_eval_tokens_total", "pmi_eval_documents_total", "pmi_eval_failures_total", "pmi_eval_tokens_per_second"):
+        assert f"{name} " in pages[-1]
+    assert float(pages[-1].split("\npmi_eval_tokens_total ")[1].split()[0]) > 0
+
+
+def outcome(number: int, tokens: int, nats: float) -> Outcome:
+    return Outcome(number, str(number), tokens, tokens // 5, tokens, nats, 0.0, [], [(tokens, nats)])
+
+
+def test_confidence_is_resampled_over_documents_and_its_width_is_that_of_theory() -> None:
+    generator = np.random.default_rng(0)
+    losses = generator.normal(2.0, 0.1, 400)
+    found = interval([outcome(i, 100, 100 * float(x)) for i, x in enumerate(losses)])
+    assert found is not None
+    assert found.over == "documents"
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * 0.1 / math.sqrt(400), rel=0.15)
+    assert RESAMPLES >= 1000
+    assert interval([outcome(0, 100, 200.0)]) is None
+
+
+def test_figures_are_ratios_of_sums_never_means_of_means() -> None:
+    found = figures([outcome(0, 10, 10.0), outcome(1, 990, 3 * 990.0)], characters=2000, seconds=2.0)
+    assert found.nats_per_token == pytest.approx((10 + 3 * 990) / 1000)
+    assert found.word_perplexity == pytest.approx(math.exp(2980 / 200))
+    assert found.bits_per_character == pytest.approx(2980 / 2000 / math.log(2))
+    assert found.tokens_per_second == 500
+
+
+def test_shuffling_is_called_worse_only_when_it_surely_is() -> None:
+    generator = np.random.default_rng(1)
+    on = [outcome(i, 100, 200 + float(x)) for i, x in enumerate(generator.normal(0, 20, 60))]
+    worse = [outcome(x.number, 100, x.nats + 1 + float(generator.normal(0, 0.5))) for x in on]
+    noise = [outcome(x.number, 100, x.nats + float(generator.normal(0, 0.5))) for x in on]
+    assert difference(worse, on).worse is True
+    assert difference(on, worse).worse is False
+    assert difference(noise, on).worse is None
+
+
+def test_partial_data_is_never_called_comparable_and_says_its_unknown_rate(pmi: Pmi, tmp_path: Path) -> None:
+    lines = [" \n = An article = \n", " \n the whale is a whale <unk> \n", " the sea is the sea \n"] * 4
+    for name in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{name}.tokens").write_text("".join(lines) + (" leviathan \n" if name == "test" else ""))
+    assert pmi("data", "prepare", "wikitext2", "--source", tmp_path, "--out", tmp_path / "data")[0] == 0
+    from lm.data.prepared import open_prepared
+
+    data = open_prepared(tmp_path / "data")
+    assert isinstance(data.tokenizer, WordTokenizer)
+    save_pretrained(make_model(f"vocab_size={data.tokenizer.vocab_size}"), data.tokenizer, tmp_path / "model")
+    code, out, err = pmi("eval", "--checkpoint", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "e")
+    assert code == 0, err
+    result = result_of(tmp_path / "e")
+    assert result["protocol"]["comparable"] is False
+    assert result["protocol"]["unknown_rate"] == pytest.approx(5 / result["protocol"]["tokens"])
+    assert result["passes"]["on"]["word_perplexity"] == pytest.approx(result["passes"]["on"]["perplexity"])
+    assert "NOT comparable" in out
+    assert "unknown tokens:" in out
+    # the same text in articles: as many tokens, in more documents
+    assert pmi("data", "prepare", "wikitext2", "--source", tmp_path, "--articles", "--out", tmp_path / "articles")[0] == 0
+    code, out, err = pmi("eval", "--checkpoint", tmp_path / "model", "--data", tmp_path / "articles", "--json")
+    assert json.loads(out)["protocol"]["tokens"] == result["protocol"]["tokens"]
+
+
+def test_whatever_makes_a_figure_doubtful_is_an_error_that_says_what_to_do(
+    pmi: Pmi, checkpoint_folder: Path, books: Path, tmp_path: Path
+) -> None:
+    def refused(*arguments: object, checkpoint: Path = checkpoint_folder) -> str:
+        code, _, err = pmi("eval", "--checkpoint", checkpoint, *arguments)
+        assert code == 2, err
+        assert "Traceback" not in err
+        return " ".join(err.split())
+
+    (tmp_path / "empty.txt").touch()
+    assert "no text there" in refused("--data", tmp_path / "empty.txt")
+    assert "there is no such file or folder" in refused("--data", tmp_path / "nowhere")
+    assert "no model there" in refused("--data", books, checkpoint=books).replace("no config.json there", "no model there")
+    several = refused("--data", books, "--memory", "sometimes", "--by-position", "--device", "tpu")
+    assert "must be of on, off, reset, shuffled" in several
+    assert "name a folder for it with --out" in several
+    assert "tpu" in several
+    assert "'book9': not in" in refused("--data", books, "--documents", "book1,book9")
+    assert "names none" in refused("--data", books, "--documents", " ,")
+    assert "--segment 0: must be 1 to 8,192" in refused("--data", books, "--segment", 0)
+    assert "shuffling needs two documents" in refused("--data", books, "--documents", "book2", "--memory", "shuffled")
+    assert "holds other files" in refused("--data", books, "--out", books)
+    assert "no Ray cluster answers there" in refused("--data", books, "--ray", "127.0.0.1:1")
+    save_pretrained(make_model("memory=off"), ByteTokenizer(), tmp_path / "off")
+    assert "trained without memory" in refused("--data", books, "--memory", "reset", checkpoint=tmp_path / "off")
+    weights = load_file(checkpoint_folder / "model.safetensors")
+    broken = tmp_path / "broken"
+    save_pretrained(make_model(), ByteTokenizer(), broken)
+    save_file({**weights, "norm.weight": weights["norm.weight"] * torch.nan}, broken / "model.safetensors")
+    assert "not numbers any more" in refused("--data", books, checkpoint=broken)
+
+
+def test_prepared_data_of_another_tokenizer_or_with_a_missing_or_changed_shard_is_refused(
+    pmi: Pmi, checkpoint_folder: Path, books: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    options = ("--tokenizer", "bytes", "--split", "test", "--out")
+    assert pmi("data", "prepare", "text", "--source", books, *options, data)[0] == 0
+    call = ("eval", "--checkpoint", checkpoint_folder, "--data", data)
+    assert pmi(*call)[0] == 0
+    code, _, err = pmi(*call, "--split", "validation")
+    assert (code, "no split 'validation'" in err) == (2, True)
+    words = WordTokenizer.build(["a b c <unk>\n"])
+    save_pretrained(make_model(f"vocab_size={words.vocab_size}"), words, tmp_path / "words")
+    code, _, err = pmi("eval", "--checkpoint", tmp_path / "words", "--data", data)
+    assert (code, "made with tokenizer" in err) == (2, True)
+    shard = data / "test-00000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    code, _, err = pmi(*call)
+    assert (code, "its checksum is not the manifest's" in err) == (2, True)
+    shard.unlink()
+    code, _, err = pmi(*call)
+    assert (code, "missing, the manifest names it" in err) == (2, True)

@@ -1,0 +1,60 @@
+"""Hugging Face models under the same protocol: sliding windows that predict every token once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.data.tokenizer import ByteTokenizer
+from lm.evaluation.peer import load_peer, windows
+from tests.evaluation.conftest import Pmi
+
+transformers = pytest.importorskip("transformers")
+
+
+@given(st.integers(1, 300), st.integers(2, 40), st.integers(1, 40))
+def test_windows_predict_every_token_once_with_all_the_context_there_is(length: int, context: int, stride: int) -> None:
+    stride = min(stride, context)
+    found = windows(length, context, stride)
+    assert [i for _, at, end in found for i in range(at, end)] == list(range(length))
+    for first, at, end in found:
+        assert 0 <= first <= at < end
+        assert end - first <= context
+        assert first == 0 or end - first == context
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=257, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+def test_a_peer_is_measured_on_the_same_documents_with_the_same_report(pmi: Pmi, gpt2: Path, books: Path) -> None:
+    call = ("eval-peer", "--model", gpt2, "--data", books, "--context", 32, "--json")
+    code, out, err = pmi(*call, "--stride", 8)
+    assert code == 0, err
+    result = json.loads(out)
+    found = result["passes"]["stride 8"]
+    assert found["tokens"] == sum(path.stat().st_size for path in books.iterdir())
+    # the plainest way: each token behind as many tokens as its window leaves
+    model, nats = load_peer(gpt2, torch.device("cpu")).model, 0.0
+    for path in sorted(books.iterdir()):
+        tokens = [256, *path.read_bytes()]
+        for first, at, end in windows(len(tokens) - 1, 32, 8):
+            logits = model(torch.tensor([tokens[first:end]])).logits[0].detach().log_softmax(-1)
+            nats -= sum(float(logits[i - first, tokens[i + 1]]) for i in range(at, end))
+    assert found["nats"] == pytest.approx(nats, rel=1e-5)
+    assert "context 32, stride 8" in result["protocol"]["modes"]["stride 8"]
+    code, _, err = pmi(*call, "--stride", 33)
+    assert (code, "--stride 33: must be 1 to the context, 32" in err) == (2, True)
+    code, _, err = pmi("eval-peer", "--model", books, "--data", books)
+    assert (code, "no config.json there" in err) == (2, True)
