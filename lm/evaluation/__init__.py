@@ -1,0 +1,1 @@
+"""Evaluation: perplexity with carried memory, and tasks that only a memory can solve."""
