@@ -76,7 +76,8 @@ class Tasks:
 
     def fingerprint(self) -> str:
         """A short hash of what the samples were made of (which follows from it)."""
-        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()[:16]
+        made = {key: value for key, value in self.manifest.items() if key != "facts"}  # those grow as tasks are added
+        return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def make(
@@ -89,7 +90,8 @@ def make(
     maker = Maker(books, tokenizer)
     _check_answers(questions, tokenizer)
     about = {"format": FORMAT, "seed": seed, "split": split, "samples": samples, "tokenizer": tokenizer.fingerprint()}
-    _begin(out, {**about, "text": books.fingerprint}, tokenizer)
+    told = {task: hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16] for task, asked in questions.items()}
+    _begin(out, {**about, "text": books.fingerprint}, told, tokenizer)
     todo = [(task, name) for name in lengths for task in tasks if not (out / f"{task}-{name}.jsonl").is_file()]
     counts = {name: min(samples, 1) if parse_length(name) >= SINGLE else samples for name in lengths}
     total = sum(counts[name] * max(1, parse_length(name)) for _, name in todo)
@@ -148,14 +150,13 @@ def _check_answers(questions: dict[str, list[Question]], tokenizer: Tokenizer) -
         raise UserError(f"the tokenizer cannot spell the answers {', '.join(lost[:8])}; use one of bytes or pieces")
 
 
-def _begin(out: Path, request: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _begin(out: Path, request: dict[str, Any], facts: dict[str, str], tokenizer: Tokenizer) -> None:
     path = out / MANIFEST
-    if path.is_file():
-        had = json.loads(path.read_text())
-        other = [f"{key} {had.get(key)!r}, now {request[key]!r}" for key in request if had.get(key) != request[key]]
-        if other:
-            raise UserError(f"{out}: holds tasks made with {'; '.join(other)}. Choose another --out, or delete it")
-        return
+    had: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {**request, "facts": {}}
+    other = [f"{key} {had.get(key)!r}, now {request[key]!r}" for key in request if had.get(key) != request[key]]
+    other += [f"other facts of {task}" for task in facts if had["facts"].get(task, facts[task]) != facts[task]]
+    if other:
+        raise UserError(f"{out}: holds tasks made with {'; '.join(other)}. Choose another --out, or delete it")
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(out)
-    write_atomically(path, (json.dumps(request, indent=2) + "\n").encode())
+    write_atomically(path, (json.dumps({**request, "facts": had["facts"] | facts}, indent=2) + "\n").encode())
