@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lm.data.files import write_atomically
+from lm.data.tokenizer import Tokenizer
 from lm.errors import UserError
 from lm.evaluation.babilong_tasks import Sample, Tasks
 from lm.evaluation.tasks_report import Curve, draw, progress, wilson
@@ -66,6 +67,11 @@ def generate(model: PMI, state: State, last: Tensor, count: int) -> list[list[in
         hidden, state = model(token[:, None], state)
         last = hidden[:, 0]
     return torch.stack(found, 1).tolist()
+
+
+def spoken(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The answer in generated ids: the first line."""
+    return tokenizer.decode(ids).split("\n")[0].strip()
 
 
 class Evaluation:
@@ -126,7 +132,7 @@ class Evaluation:
         wanted = [self.tokenizer.encode(sample.answer + "\n") for sample in samples]
         ids = generate(self.model, state, last, max(map(len, wanted)))
         for (number, sample), found in zip(entries, ids, strict=True):
-            said = self.tokenizer.decode(found).split("\n")[0].strip()
+            said = spoken(self.tokenizer, found)
             yield {
                 "task": task, "length": length, "sample": number, "tokens": sample.tokens, "question": sample.question,
                 "answer": sample.answer, "said": said, "right": said == sample.answer,

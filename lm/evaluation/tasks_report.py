@@ -21,7 +21,7 @@ def wilson(correct: int, count: int, z: float = 1.959964) -> tuple[float, float]
     share, weight = correct / count, z * z / count
     middle = (share + weight / 2) / (1 + weight)
     half = z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))  # share: rounding at 0 and 1
 
 
 @contextmanager
