@@ -27,6 +27,8 @@ from lm.model.pretrained import fingerprint, save_pretrained
 REPORT, PICTURE = "report.json", "report.png"
 ASKED = 1_000_003
 """Added to the seed where samples are drawn for evaluation: never those of training."""
+LEAST = 8
+"""Samples of a step at any distance; otherwise fewer as they grow longer, so that a step costs the same."""
 TOKENS = 1 << 16
 """Tokens of all lanes together in one pass of an evaluation."""
 
@@ -45,6 +47,7 @@ class Recall:
     """Those that are asked at."""
     steps: int
     lanes: int
+    """Samples of a step at distance 1."""
     lr: float
     samples: int
     seed: int
@@ -73,7 +76,8 @@ def run(settings: Recall, out: Path, device: torch.device, console: Console) -> 
     many = min(settings.pairs, settings.model.segment // 3)
 
     def samples(distance: int, rng: np.random.Generator) -> TaskBatch:
-        return settings.task(distance, many).draw(settings.lanes, rng, tokenizer.bos)
+        task, shortest = settings.task(distance, many), settings.task(1, many).segments
+        return task.draw(max(LEAST, settings.lanes * shortest // task.segments), rng, tokenizer.bos)
 
     optimisation = OptimiserConfig(lr=settings.lr, warmup=50)
     if not train(model, samples, curriculum, optimisation, settings.steps, settings.seed, out, console):
