@@ -17,14 +17,14 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.prepared import MANIFEST, open_prepared
-from lm.data.sources import BLOCK, texts
+from lm.data.prepared import MANIFEST, SPLITS, open_prepared
+from lm.data.sources import BLOCK, is_archive, texts
 from lm.data.tokenizer import Tokenizer
 from lm.errors import UserError, collecting
 
 FILE = re.compile(r"qa(\d+)_(?:[\w-]+_)?(train|valid|test)\.txt")
-SPLITS = {"train": "train", "valid": "validation", "test": "test"}
-"""bAbI's name of a split, and that of prepared data."""
+BOOKS = {"train": "train", "valid": "validation", "test": "test"}
+"""bAbI's name of a split, and that of books."""
 SHORTEST = 10
 """Tokens that a sentence of a book must have, as in the paper's code."""
 LONGEST = 1 << 16
@@ -107,13 +107,18 @@ class Books:
 
     @classmethod
     def open(cls, source: Path, split: str) -> "Books":
-        """The books of `source`; UserError where there are none."""
+        """The books of a split: where files lie in folders named after splits, those of this one. UserError if there are none."""
         if (source / MANIFEST).is_file():
             return cls._prepared(source, split)
         spool = tempfile.TemporaryFile()  # noqa: SIM115 (kept as long as the books)
         digest, ends, size = hashlib.sha256(), [0], 0
+        others = set()
         for text in texts(source):
-            if Path(text.name).suffix not in (".txt", "") and source.is_dir():
+            named = {part.split("_")[0] for part in Path(text.name).parent.parts} & {*SPLITS}  # train, train_extra, ...
+            if named and split not in named:
+                others |= named
+                continue
+            if Path(text.name).suffix not in (".txt", "") and (source.is_dir() or is_archive(source.name)):
                 continue
             while block := text.stream.read(BLOCK):
                 spool.write(block)
@@ -123,7 +128,8 @@ class Books:
                 ends.append(size)
                 digest.update(b"\0")
         if len(ends) == 1:
-            raise UserError(f"--text {source}: no text there; give a prepared folder, or a folder or archive of .txt files")
+            has = f"; it has {', '.join(sorted(others))}: choose one with --text-split" if others else ""
+            raise UserError(f"--text {source}: no .txt file there of split {split!r}{has or '; give prepared data or books'}")
 
         def read(book: int, start: int, stop: int) -> bytes:
             spool.seek(ends[book] + start)
@@ -134,7 +140,7 @@ class Books:
     @classmethod
     def _prepared(cls, source: Path, split: str) -> "Books":
         data = open_prepared(source)
-        documents = data.split(SPLITS[split])
+        documents = data.split(split)
 
         def read(book: int, start: int, stop: int) -> bytes:
             return data.tokenizer.decode_bytes(documents[book].tokens(start, stop).tolist())

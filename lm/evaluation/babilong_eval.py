@@ -192,5 +192,13 @@ class Evaluation:
         places = list(dict.fromkeys(length for _, length in sets))
         largest = [entry for entry in results if entry["samples"] > 1] or results
         chance = sum(entry["usual_share"] * entry["samples"] for entry in largest) / sum(entry["samples"] for entry in largest)
-        draw(list(curves.values()), places, chance, "BABILong, exact match", "tokens of context", self.out / PICTURE)
+        draw(
+            list(curves.values()),
+            places,
+            chance,
+            "usual answer",
+            "BABILong, exact match",
+            "tokens of context",
+            self.out / PICTURE,
+        )
         return result

@@ -20,7 +20,7 @@ from rich.console import Console
 from lm.data.files import write_atomically
 from lm.data.tokenizer import Tokenizer, load_tokenizer
 from lm.errors import UserError
-from lm.evaluation.babilong import Books, Maker, Question, parse_length, read_questions
+from lm.evaluation.babilong import BOOKS, Books, Maker, Question, parse_length, read_questions
 from lm.evaluation.tasks_report import progress
 
 FORMAT = 1
@@ -56,7 +56,7 @@ class Tasks:
         path = folder / MANIFEST
         if not path.is_file():
             raise UserError(f"{folder}: no {MANIFEST} there; make tasks with `pmi babilong make ... --out {folder}`")
-        self.folder, self.manifest = folder, json.loads(path.read_text())
+        self.folder, self.manifest = folder, _json(path, path.read_text())
         self.tokenizer = load_tokenizer(folder)
         names = [file.stem.split("-") for file in folder.glob("qa*-*.jsonl")]
         self.sets = sorted(((task, length) for task, length in names), key=lambda x: (parse_length(x[1]), int(x[0][2:])))
@@ -66,7 +66,8 @@ class Tasks:
     def samples(self, task: str, length: str) -> list[Sample]:
         """The samples of a set."""
         file = self.folder / f"{task}-{length}.bin"
-        rows = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+        index = file.with_suffix(".jsonl")
+        rows = [_json(index, line) for line in index.read_text().splitlines()]
         dtype = self.tokenizer.dtype.newbyteorder("<")
         size = sum(row["tokens"] for row in rows) * dtype.itemsize
         if not file.is_file() or file.stat().st_size != size:
@@ -82,11 +83,11 @@ class Tasks:
 
 def make(
     facts: Path, text: Path, tasks: list[str], lengths: list[str], samples: int, seed: int, split: str,
-    tokenizer: Tokenizer, out: Path, console: Console,
+    tokenizer: Tokenizer, out: Path, console: Console, text_split: str | None = None,
 ) -> list[str]:  # fmt: skip
     """Make what is missing of tasks x lengths in `out`; returns notes on what was left out."""
     questions = read_questions(facts, tasks, split)
-    books = Books.open(text, split)
+    books = Books.open(text, text_split or BOOKS[split])
     maker = Maker(books, tokenizer)
     _check_answers(questions, tokenizer)
     about = {"format": FORMAT, "seed": seed, "split": split, "samples": samples, "tokenizer": tokenizer.fingerprint()}
@@ -141,6 +142,14 @@ def choose(questions: list[Question], length: int, count: int, seed: int, maker:
             f"({len(questions)} in all); ask for fewer, or a greater length"
         )
     return chosen, skipped
+
+
+def _json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); delete the folder and make the tasks again") from error
+    return dict(value)
 
 
 def _check_answers(questions: dict[str, list[Question]], tokenizer: Tokenizer) -> None:

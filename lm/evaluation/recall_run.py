@@ -123,4 +123,4 @@ def picture(out: Path, result: dict[str, Any]) -> None:
         curve.add(str(row["distance"]), row["right"], row["asked"])
     places = [str(row["distance"]) for row in result["results"]]
     title = f"recall of {result['request']['pairs']} pairs (trained up to {result['request']['distance']} segments)"
-    draw([curve], places, result["chance"], title, "distance in segments", out / PICTURE)
+    draw([curve], places, result["chance"], "guessing", title, "distance in segments", out / PICTURE)

@@ -37,25 +37,31 @@ def make(
     tasks: TaskNames = "qa1,qa2,qa3,qa4,qa5",
     lengths: Annotated[str, typer.Option(help="Tokens of context: 0k (facts alone) to 10M.")] = "0k,1k,2k,4k,8k,16k,32k,64k",
     samples: Annotated[int, typer.Option(help="Samples of each task at each length (from 10M on: one).", min=1)] = 100,
-    split: Annotated[str, typer.Option(help="Of bAbI, and of prepared data: train, valid or test.")] = "test",
+    split: Annotated[str, typer.Option(help="Of bAbI: train, valid or test.")] = "test",
+    text_split: Annotated[
+        str | None, typer.Option(help="Of the books: train, validation, test, dev. Default: as --split.")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Count in this model's tokens (a model or prepared-data folder). Default: bytes.")
     ] = None,
     seed: Seed = 0,
 ) -> None:
     """Hide the facts of bAbI stories in books, at lengths from nothing to ten million tokens."""
+    from lm.data.prepared import SPLITS
     from lm.data.tokenizer import ByteTokenizer, load_tokenizer
     from lm.evaluation import babilong_tasks
-    from lm.evaluation.babilong import SPLITS
+    from lm.evaluation.babilong import BOOKS
 
     with collecting() as problems:
         names, sizes = _tasks(tasks, problems), _lengths(lengths, problems)
-        if split not in SPLITS:
-            problems.append(f"--split {split!r}: must be one of {', '.join(SPLITS)}")
+        if split not in BOOKS:
+            problems.append(f"--split {split!r}: must be one of {', '.join(BOOKS)}")
+        if text_split is not None and text_split not in SPLITS:
+            problems.append(f"--text-split {text_split!r}: must be one of {', '.join(SPLITS)}")
         with noting(problems):
             tokenizer = ByteTokenizer() if checkpoint is None else load_tokenizer(checkpoint)
         problems.extend(f"{path}: there is no such file or folder" for path in (facts, text) if not path.exists())
-    notes = babilong_tasks.make(facts, text, names, list(sizes), samples, seed, split, tokenizer, out, stderr)
+    notes = babilong_tasks.make(facts, text, names, list(sizes), samples, seed, split, tokenizer, out, stderr, text_split)
     for note in notes:
         stderr.print(f"note: {note}", markup=False, soft_wrap=True)
     made = babilong_tasks.Tasks(out)

@@ -60,7 +60,7 @@ class Curve:
         self.points.append((place, correct, count))
 
 
-def draw(curves: list[Curve], places: list[str], chance: float, title: str, xlabel: str, out: Path) -> None:
+def draw(curves: list[Curve], places: list[str], chance: float, guess: str, title: str, xlabel: str, out: Path) -> None:
     """Accuracy over places, one line a curve, with 95 % Wilson intervals, to a PNG."""
     import matplotlib
 
@@ -79,7 +79,7 @@ def draw(curves: list[Curve], places: list[str], chance: float, title: str, xlab
             high.append(max(0.0, b - share))
         bars: Any = [low, high]
         axis.errorbar(x, y, yerr=bars, marker="o", markersize=4, capsize=2, linewidth=1.2, label=curve.name)
-    axis.axhline(chance, color="grey", linestyle="--", linewidth=1, label=f"guessing ({chance:.3f})")
+    axis.axhline(chance, color="grey", linestyle="--", linewidth=1, label=f"{guess} ({chance:.3f})")
     axis.set_xticks(range(len(places)), places)
     axis.set(xlabel=xlabel, ylabel="accuracy", ylim=(-0.03, 1.05), title=title)
     axis.grid(alpha=0.3)

@@ -17,6 +17,7 @@ from lm.cli import app
 from lm.commands import run
 from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
+from lm.errors import UserError
 from lm.evaluation.babilong import Books, Maker, parse_length, read_questions, sentences
 from lm.evaluation.babilong_eval import Evaluation, generate, read_streams, spoken
 from lm.evaluation.babilong_tasks import Tasks
@@ -141,6 +142,16 @@ def test_sentences_are_cut_at_their_ends_not_at_titles_or_initials() -> None:
     assert found[:2] == ["Call me Ishmael.", "Mr. Starbuck and J. Smith came!"]
     assert found[-2:] == ["CHAPTER II", "Some years ago."]
     assert "".join(sentences(iter([text[:30], text[30:]]))) == text
+
+
+def test_books_in_folders_of_splits_are_kept_apart(tmp_path: Path) -> None:
+    for name in ("train_core/a.txt", "test/b.txt", "test/c.txt", "index.tsv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"This is the text of {name}.")
+    assert len(Books.open(tmp_path, "test").sizes) == 2
+    assert Books.open(tmp_path, "train").read(0, 0, 99) == b"This is the text of train_core/a.txt."
+    with pytest.raises(UserError, match="it has test, train: choose one with --text-split"):
+        Books.open(tmp_path, "validation")
 
 
 def test_the_same_seed_makes_the_same_tasks_whatever_else_is_made(facts: Path, text: Path, tmp_path: Path) -> None:
