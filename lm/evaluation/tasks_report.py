@@ -37,11 +37,12 @@ def progress(console: Console, verb: str, total: int, unit: str, done: int = 0) 
             nonlocal said, done
             done += amount
             speed = (done - start) / max(1e-9, time.monotonic() - began)
-            bar.update(task, completed=done, description=f"{verb} {what}  {speed:,.0f} {unit}/s")
+            shown = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
+            bar.update(task, completed=done, description=f"{verb} {what}  {shown} {unit}/s")
             if not console.is_terminal and time.monotonic() - said > LINES:
                 said = time.monotonic()
                 console.print(
-                    f"{verb} {what}: {done:,} of {total:,} {unit} ({done / max(1, total):.0%}), {speed:,.0f} {unit}/s",
+                    f"{verb} {what}: {done:,} of {total:,} {unit} ({done / max(1, total):.0%}), {shown} {unit}/s",
                     markup=False, highlight=False, soft_wrap=True,
                 )  # fmt: skip
 
