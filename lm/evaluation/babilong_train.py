@@ -70,14 +70,13 @@ class TrainingSamples:
 
 
 def run(
-    start: Checkpoint | ModelConfig, tokenizer: Tokenizer, facts: Path, text: Path, tasks: list[str], lengths: list[int],
+    start: Checkpoint | ModelConfig, tokenizer: Tokenizer, facts: Path, books: Books, tasks: list[str], lengths: list[int],
     *, steps: int, lanes: int, lr: float, everything: float, seed: int, out: Path, device: torch.device, console: Console,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train on the train split at growing lengths, into OUT/model; None where a signal ended it before."""
     machine.keep_pages()
     torch.manual_seed(seed)
     model = (PMI(start) if isinstance(start, ModelConfig) else start.model).to(device)
-    books = Books.open(text, "train")
     claim(out, {
         "start": "fresh" if isinstance(start, ModelConfig) else start.fingerprint, "model": model.config.model_dump(mode="json"),
         "tasks": tasks, "lengths": lengths, "steps": steps, "lanes": lanes, "lr": lr, "everything": everything, "seed": seed,

@@ -122,6 +122,7 @@ def train(
     text: Text,
     out: Annotated[Path, typer.Option(help="The run's folder; the model is left in OUT/model. Run again to go on.")],
     tasks: TaskNames = "qa1",
+    text_split: Annotated[str, typer.Option(help="Of the books: train, validation, test or dev.")] = "train",
     lengths: Annotated[str, typer.Option(help="The curriculum: each length follows when the one before is mastered.")] = "0k,1k",
     checkpoint: Annotated[Path | None, typer.Option(help="Start from this model.")] = None,
     model: Annotated[str, typer.Option(help="Without --checkpoint: a preset of a byte model, or a file's path.")] = "tiny",
@@ -135,7 +136,9 @@ def train(
 ) -> None:
     """Train on fresh samples of the train split, at growing lengths."""
     from lm.config import ModelConfig, load_model_config
+    from lm.data.prepared import SPLITS
     from lm.data.tokenizer import ByteTokenizer, Tokenizer
+    from lm.evaluation.babilong import Books
     from lm.evaluation.babilong_train import run
     from lm.model.pretrained import Checkpoint, from_pretrained, resolve_device
 
@@ -143,14 +146,17 @@ def train(
         with noting(problems):
             target = resolve_device(device)
         names, sizes = _tasks(tasks, problems), _lengths(lengths, problems)
+        if text_split not in SPLITS:
+            problems.append(f"--text-split {text_split!r}: must be one of {', '.join(SPLITS)}")
         problems.extend(f"{path}: there is no such file or folder" for path in (facts, text) if not path.exists())
         with noting(problems):
             start: Checkpoint | ModelConfig = from_pretrained(checkpoint) if checkpoint else load_model_config(model, set_)
             tokenizer: Tokenizer = start.tokenizer if isinstance(start, Checkpoint) else ByteTokenizer()
             if isinstance(start, ModelConfig) and start.vocab_size != tokenizer.vocab_size:
                 problems.append(f"--model {model}: has {start.vocab_size} ids, bytes {tokenizer.vocab_size}; use --checkpoint")
+    books = Books.open(text, text_split)
     outcome = run(
-        start, tokenizer, facts, text, names, list(sizes.values()), steps=steps, lanes=lanes, lr=lr, everything=everything,
+        start, tokenizer, facts, books, names, list(sizes.values()), steps=steps, lanes=lanes, lr=lr, everything=everything,
         seed=seed, out=out, device=target, console=stderr,
     )  # fmt: skip
     if outcome is None:

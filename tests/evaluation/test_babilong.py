@@ -285,6 +285,17 @@ def test_training_batches_ask_for_the_answer_and_nothing_else(facts: Path, books
     assert torch.equal(batch.tokens, again.tokens)
 
 
+def test_training_leaves_a_model_that_can_be_evaluated(facts: Path, text: Path, tmp_path: Path) -> None:
+    small = ["layers=1", "width=16", "heads=2", "feedforward=16", "memory.layers=[0]", "memory.heads=2"]
+    command = ["babilong", "train", "--facts", facts, "--text", text, "--lengths", "0k,400", "--steps", 4, "--lanes", 2]
+    options = [part for setting in small for part in ("--set", setting)]
+    assert run(app, [str(part) for part in [*command, *options, "--out", tmp_path / "run"]]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "training.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    tasks = made(facts, text, tmp_path / "tasks", "--lengths", "0k")
+    assert run(app, ["babilong", "eval", "--checkpoint", str(tmp_path / "run" / "model"), "--tasks", str(tasks)]) == 0
+
+
 @settings(max_examples=50, deadline=None)
 @given(count=st.integers(1, 500), data=st.data())
 def test_wilson_intervals_hold_the_share_and_narrow_with_more_samples(count: int, data: st.DataObject) -> None:
