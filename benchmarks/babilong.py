@@ -66,15 +66,14 @@ def main() -> None:
         contenders: dict[str, Callable[[], None]] = {"session": session, "forward": forward}
         seconds = in_turns(contenders, args.rounds, warmup=1)
     result = ratio(seconds["session"], seconds["forward"])
-    speed = stretch * call / sorted(seconds["session"])[len(seconds["session"]) // 2]
     console.print(
-        f"{args.preset}: session path over forward only {result}; {speed:,.0f} tokens/s; resident {resident[0]:.0f} MB at the "
-        f"start, {resident[-1]:.0f} MB after {stretch * call * len(resident):,} tokens"
+        f"{args.preset}: session path over forward only {result}; resident {resident[0]:.0f} MB at the start, "
+        f"{resident[-1]:.0f} MB after {stretch * call * len(resident):,} tokens"
     )
     save(f"babilong_{args.preset}", {
         "protocol": f"one BABILong sample of {args.tokens:,} byte tokens, 1 lane, float32, {args.threads} thread, calls of "
         f"{args.segments} segments; {args.rounds} stretches of {stretch * call:,} tokens, in turns; an answer after each stretch",
-        "preset": args.preset, "session_over_forward": result, "tokens_per_second": speed, "resident_mb": resident,
+        "preset": args.preset, "session_over_forward": result, "resident_mb": resident,
     })  # fmt: skip
 
 
