@@ -1,0 +1,169 @@
+"""Training on tasks: fresh samples at every step, a curriculum over how far an answer is from what it rests on.
+
+A step draws whole samples, so gradient reaches from the answer to the write it depends on. The run moves to the next stage of
+the curriculum when it answers well enough, and ends when it has mastered the last. The same command goes on where it was ended.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from lm.config import OptimiserConfig
+from lm.data.files import write_atomically
+from lm.errors import UserError
+from lm.evaluation.tasks_report import progress
+from lm.model import PMI
+from lm.training.loop import Batch, learning_rate, optimiser_for
+from lm.training.signals import StopRequest
+
+STATE, METRICS, REQUEST = "training.pt", "training.jsonl", "request.json"
+SAVE_EVERY = 60.0
+"""Seconds between saves."""
+
+
+@dataclass(frozen=True)
+class TaskBatch(Batch):
+    """Whole samples, one a lane, each a document of its own; the mask is on the answers. Padding stands behind a sample's end."""
+
+    lengths: Tensor  # [b] predictions of each lane
+
+
+@dataclass
+class Curriculum:
+    """Which stage is trained: on once `pass_` of the answers of the last `over` steps are right, finished at `enough`."""
+
+    stages: list[int]
+    pass_: float = 0.9
+    enough: float = 0.999
+    over: int = 20
+    stage: int = 0
+    recent: list[float] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers of the last steps at this stage."""
+        return sum(self.recent) / len(self.recent) if self.recent else 0.0
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """What to train on: half of the steps at the stage itself, half at any reached so far."""
+        return self.stages[self.stage if rng.random() < 0.5 else int(rng.integers(self.stage + 1))]
+
+    def note(self, accuracy: float) -> bool:
+        """Take in a step's accuracy; whether the last stage is mastered."""
+        self.recent = [*self.recent, accuracy][-self.over :]
+        if len(self.recent) < self.over or self.accuracy < self.pass_:
+            return False
+        if self.stage == len(self.stages) - 1:
+            return self.accuracy >= self.enough
+        self.stage, self.recent = self.stage + 1, []
+        return False
+
+
+def claim(out: Path, request: dict[str, Any]) -> None:
+    """Make `out` the folder of this request; UserError where it is another's."""
+    path = out / REQUEST
+    request = json.loads(json.dumps(request))
+    if path.is_file():
+        had = json.loads(path.read_text())
+        other = [f"{key} {had.get(key)!r}, now {value!r}" for key, value in request.items() if had.get(key) != value]
+        if other:
+            raise UserError(f"{out}: is of a run with {'; '.join(other)}. Choose another --out, or the same settings to go on")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(request, indent=2) + "\n").encode())
+
+
+def train(
+    model: PMI,
+    draw: Callable[[int, np.random.Generator], TaskBatch],
+    curriculum: Curriculum,
+    optimisation: OptimiserConfig,
+    steps: int,
+    seed: int,
+    out: Path,
+    console: Console,
+    everything: float = 0.0,
+) -> bool:
+    """Train until the curriculum is mastered, or for `steps` steps; false where a signal ended it before (it is saved).
+
+    `draw(stage, rng)` gives a step's samples. `everything` is the weight of predicting every token beside the answers.
+    """
+    optimiser = optimiser_for(model, optimisation)
+    done, finished = _restore(model, optimiser, curriculum, out)
+    stop, saved = StopRequest(), time.monotonic()
+    model.train()
+    try:
+        with progress(console, "training", steps, "steps", done) as advance, (out / METRICS).open("a") as metrics:
+            while done < steps and not finished and not stop.signal:
+                rng = np.random.default_rng([seed, done])
+                stage = curriculum.draw(rng)
+                batch = draw(stage, rng)
+                for group in optimiser.param_groups:
+                    group["lr"] = learning_rate(optimisation, done, steps)
+                loss, right = _step(model, batch, optimiser, optimisation.clip, everything)
+                done, finished = done + 1, curriculum.note(right)
+                reached = curriculum.stages[curriculum.stage]
+                row = {"step": done, "stage": stage, "reached": reached, "loss": loss, "accuracy": right}
+                metrics.write(json.dumps(row) + "\n")
+                advance(1, f"loss {loss:.3f}  accuracy {curriculum.accuracy:.3f} at {reached}")
+                if time.monotonic() - saved > SAVE_EVERY:
+                    metrics.flush()
+                    _save(model, optimiser, curriculum, done, finished, out)
+                    saved = time.monotonic()
+            _save(model, optimiser, curriculum, done, finished, out)
+    finally:
+        stop.close()
+    model.eval()
+    return not stop.signal
+
+
+def _step(model: PMI, batch: TaskBatch, optimiser: torch.optim.Optimizer, clip: float, everything: float) -> tuple[float, float]:
+    tokens, targets, mask, starts, lengths = (getattr(batch, part.name).to(model.device) for part in fields(batch))
+    hidden, _ = model(tokens, model.initial_state(tokens.shape[0]), starts=starts)
+    asked, answers = hidden[mask], targets[mask]
+    loss: Tensor = model.head.loss(asked, answers) / len(answers)
+    total = loss
+    if everything:
+        real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        total = loss + everything * model.head.loss(hidden[real], targets[real]) / int(lengths.sum())
+    optimiser.zero_grad(set_to_none=True)
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if not bool(norm.isfinite()):
+        raise UserError("the gradient is not finite; lower the learning rate with --lr")
+    optimiser.step()
+    with torch.no_grad():
+        right = (model.head.logits(asked).argmax(-1) == answers).float().mean()
+    return float(loss.detach()), float(right)
+
+
+def _save(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, done: int, finished: bool, out: Path) -> None:
+    part = out / f".{STATE}.part"
+    torch.save({
+        "model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": done, "finished": finished,
+        "stage": plan.stage, "recent": plan.recent,
+    }, part)  # fmt: skip
+    os.replace(part, out / STATE)
+
+
+def _restore(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, out: Path) -> tuple[int, bool]:
+    if not (out / STATE).is_file():
+        (out / METRICS).unlink(missing_ok=True)
+        return 0, False
+    kept = torch.load(out / STATE, weights_only=True, map_location=model.device)
+    model.load_state_dict(kept["model"])
+    optimiser.load_state_dict(kept["optimiser"])
+    plan.stage, plan.recent = kept["stage"], kept["recent"]
+    if (out / METRICS).is_file():  # what was measured behind the save is measured again
+        lines = (out / METRICS).read_text().splitlines(keepends=True)[: kept["step"]]
+        (out / METRICS).write_text("".join(lines))
+    return kept["step"], kept["finished"]
