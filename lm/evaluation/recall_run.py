@@ -85,12 +85,14 @@ def run(settings: Recall, out: Path, device: torch.device, console: Console) -> 
     save_pretrained(model, tokenizer, out / "model")
     rows = list(evaluate(settings, model, console))
     steps = (out / "training.jsonl").read_text().count("\n")
+    reached = curriculum.stages[curriculum.stage]
+    short = f" ({settings.distance} was not reached)" if reached < settings.distance else ""
     result = {
         "protocol": f"{settings.pairs} pairs, {settings.distractors} distractor pairs a segment, T = {settings.model.segment}, "
-        f"W = {settings.model.window}, trained at distances up to {settings.distance} segments; {settings.queries} queries a "
-        "sample, fresh samples, read with carried state; right: the likeliest token is the answer; 95 % Wilson intervals",
+        f"W = {settings.model.window}, trained at distances up to {reached} segments{short}; {settings.queries} asked of "
+        "each sample, fresh samples, read with carried state; right: the likeliest token is the answer; 95 % Wilson intervals",
         "chance": CHANCE, "memory": settings.model.memory is not None, "steps": steps, "trained_accuracy": curriculum.accuracy,
-        "reached": curriculum.stages[curriculum.stage], "parameters": sum(p.numel() for p in model.parameters()),
+        "reached": reached, "parameters": sum(p.numel() for p in model.parameters()),
         "checkpoint": fingerprint(model), "request": json.loads((out / "request.json").read_text()), "results": rows,
     }  # fmt: skip
     write_atomically(out / REPORT, (json.dumps(result, indent=2) + "\n").encode())
@@ -122,5 +124,5 @@ def picture(out: Path, result: dict[str, Any]) -> None:
     for row in result["results"]:
         curve.add(str(row["distance"]), row["right"], row["asked"])
     places = [str(row["distance"]) for row in result["results"]]
-    title = f"recall of {result['request']['pairs']} pairs (trained up to {result['request']['distance']} segments)"
+    title = f"recall of {result['request']['pairs']} pairs (trained up to {result['reached']} segments)"
     draw([curve], places, result["chance"], "guessing", title, "distance in segments", out / PICTURE)

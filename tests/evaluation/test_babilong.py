@@ -156,6 +156,22 @@ def test_books_in_folders_of_splits_are_kept_apart(tmp_path: Path) -> None:
         Books.open(tmp_path, "validation")
 
 
+def test_prepared_data_of_any_tokenizer_gives_the_text_of_its_split(facts: Path, told: str, tmp_path: Path) -> None:
+    source = tmp_path / "books"
+    for name, at in (("train", 0), ("test", 50_000)):
+        (source / name).mkdir(parents=True)
+        (source / name / "a.txt").write_text(told[at : at + 30_000].replace(". ", ".\n"))
+    command = ["data", "prepare", "text", "--source", source, "--out", tmp_path / "data", "--tokenizer", "pieces"]
+    assert run(app, [str(part) for part in [*command, "--vocab-size", 400, "--processes", 1]]) == 0
+    tasks = Tasks(made(facts, tmp_path / "data", tmp_path / "tasks", "--lengths", "2k", "--checkpoint", tmp_path / "data"))
+    for sample in tasks.samples("qa1", "2k"):
+        assert 1_980 < sample.tokens < 2_030, "counted in pieces"
+        lines = tasks.tokenizer.decode(sample.read(0, sample.tokens).tolist()).splitlines()
+        assert lines[-1] == sample.question
+        book = [line for line in lines[:-1] if " went to the " not in line]
+        assert sum(line in told[50_000:80_000] for line in book) == len(book) > 5
+
+
 def test_the_same_seed_makes_the_same_tasks_whatever_else_is_made(facts: Path, text: Path, tmp_path: Path) -> None:
     a = made(facts, text, tmp_path / "a", "--lengths", "0k,1k,4k", "--seed", 5)
     b = made(facts, text, tmp_path / "b", "--lengths", "1k", "--seed", 5)
