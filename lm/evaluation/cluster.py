@@ -67,8 +67,8 @@ class Cluster:
         # a cluster started here works like this process would: Ray's own choice, 15, starves beside anything else that runs
         os.environ.setdefault("RAY_worker_niceness", "0")
         ray = _ray()
+        _knock(self.address)
         if not ray.is_initialized():
-            _knock(self.address)
             quiet = {"log_to_driver": False, "logging_level": "error"}
             local = {"include_dashboard": False} if self.address in (None, "local") else {}
             try:
