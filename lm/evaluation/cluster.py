@@ -9,6 +9,7 @@
 import os
 import socket
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,8 @@ class Cluster:
         if len(part.items) == 1:
             self.say(f"memory {part.name}: one carried stream cannot be split; it runs on one worker")
         tasks = self._tasks(job, part, finished)
-        weights = ray.put((model.config, {name: x.detach().cpu() for name, x in model.named_parameters()}, model.dtype))
+        parameters = {name: x.detach().cpu() for name, x in model.named_parameters()}
+        weights = ray.put(Weights(uuid.uuid4().hex, model.config, model.dtype, parameters))
         counter = ray.remote(num_cpus=0, max_restarts=-1)(Counter).remote()
         lost = metrics()["failures"]
         lost.set(self.failures)
@@ -155,19 +157,41 @@ def _with_donor(items: Sequence[Item], place: int) -> list[Item]:
     return [items[place].in_memory(), replace(donor, number=-1 - place)]
 
 
-def _read(task: Task, weights: tuple[ModelConfig, dict[str, torch.Tensor], torch.dtype], counter: Any) -> list[Outcome]:
+@dataclass(frozen=True)
+class Weights:
+    """A model on its way to the workers."""
+
+    name: str
+    """Unique to the pass: a worker builds the model once, whatever the number of its tasks."""
+    config: ModelConfig
+    dtype: torch.dtype
+    parameters: dict[str, torch.Tensor]
+
+
+_built: dict[str, PMI] = {}
+
+
+def _model(weights: Weights) -> PMI:
+    """The model of a pass, built at a worker's first task."""
+    if weights.name not in _built:
+        _built.clear()
+        model = PMI(weights.config).eval()
+        if weights.dtype == torch.float64:
+            model = model.double()
+        elif weights.dtype == torch.bfloat16:
+            model = model.compute_in(weights.dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights.parameters[name])
+        _built[weights.name] = model
+    return _built[weights.name]
+
+
+def _read(task: Task, weights: Weights, counter: Any) -> list[Outcome]:
     """A task: read the documents and return their outcomes."""
     machine.keep_pages()
     torch.set_num_threads(1)
-    config, parameters, dtype = weights
-    model = PMI(config).eval()
-    if dtype == torch.float64:
-        model = model.double()
-    elif dtype == torch.bfloat16:
-        model = model.compute_in(dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(parameters[name])
+    model = _model(weights)
     counted, outcomes = metrics(), []
     began = last = time.monotonic()
     tokens = reported = 0

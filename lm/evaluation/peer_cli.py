@@ -29,7 +29,7 @@ def evaluate_peer(
     from lm.evaluation.job import Result
     from lm.evaluation.peer import corpus_for, load_peer
     from lm.evaluation.peer import evaluate_peer as read
-    from lm.evaluation.report import show
+    from lm.evaluation.report import counted, show
     from lm.evaluation.stream import Watch
     from lm.evaluation.tally import Outcome
     from lm.model.pretrained import resolve_device
@@ -43,7 +43,7 @@ def evaluate_peer(
     for item in track(corpus.items, "reading", console=stderr, disable=not stderr.is_terminal):
         read(peer, [item], context, stride, Watch(done=outcomes.append))
     found = figures(outcomes, None, time.perf_counter() - began)
-    name = f"stride {stride}"
+    name = f"none, stride {stride}"
     own = peer.own.kind if peer.own else "its own"
     protocol: dict[str, Any] = {
         "model": f"{peer.name} {model.name}",
@@ -58,8 +58,8 @@ def evaluate_peer(
         "trained_with": {"segment": context, "window": 0},
         "dtype": str(next(peer.model.parameters()).dtype).removeprefix("torch."),
         "prediction": "every token predicted once, position 0 (BOS) never",
-        "streams": {name: f"{len(corpus.items):,} documents, each from its start"},
-        "modes": {name: f"no memory: a sliding window, context {context}, stride {stride}"},
+        "streams": {name: f"{counted(len(corpus.items))}, each from its start"},
+        "modes": {name: f"a sliding window, context {context}, stride {stride}"},
         "sums": "float64",
         "words_are": corpus.words_are,
         "unknown_rate": corpus.unknown / corpus.tokens if peer.own and peer.own.unknown is not None else None,

@@ -31,7 +31,7 @@ ROWS: dict[str, Callable[[Figures], str]] = {
 def show(result: Result, console: Console) -> None:
     """Print everything, the protocol beside the numbers."""
     protocol = result.protocol
-    title = f"{protocol['data']}: {protocol['tokens']:,} tokens, {protocol['documents']:,} documents"
+    title = f"{protocol['data']}: {protocol['tokens']:,} tokens, {counted(protocol['documents'])}"
     table = Table("memory", title=title, title_justify="left")
     for name in result.figures:
         table.add_column(name, justify="right")
@@ -45,6 +45,11 @@ def show(result: Result, console: Console) -> None:
     console.print()
     for name in result.figures:
         console.print(paper_line(result, name), markup=False, highlight=False, soft_wrap=True)
+
+
+def counted(documents: int) -> str:
+    """So many documents, in words."""
+    return f"{documents:,} document{'' if documents == 1 else 's'}"
 
 
 def remarks(result: Result) -> list[str]:
@@ -154,7 +159,7 @@ def draw(result: Result, path: Path) -> None:
     above.set_ylabel("bits per token")
     below.set_ylabel("bits above memory on")
     below.set_xlabel("position in the document (tokens)")
-    title = f"{Path(protocol['data']).name}: {protocol['tokens']:,} tokens, {protocol['documents']:,} documents"
+    title = f"{Path(protocol['data']).name}: {protocol['tokens']:,} tokens, {counted(protocol['documents'])}"
     above.set_title(f"{title}, T={protocol['segment']}, W={protocol['window']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

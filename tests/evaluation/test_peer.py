@@ -43,7 +43,7 @@ def test_a_peer_is_measured_on_the_same_documents_with_the_same_report(pmi: Pmi,
     code, out, err = pmi(*call, "--stride", 8)
     assert code == 0, err
     result = json.loads(out)
-    found = result["passes"]["stride 8"]
+    found = result["passes"]["none, stride 8"]
     assert found["tokens"] == sum(path.stat().st_size for path in books.iterdir())
     # the plainest way: each token behind as many tokens as its window leaves
     model, nats = load_peer(gpt2, torch.device("cpu")).model, 0.0
@@ -53,7 +53,7 @@ def test_a_peer_is_measured_on_the_same_documents_with_the_same_report(pmi: Pmi,
             logits = model(torch.tensor([tokens[first:end]])).logits[0].detach().log_softmax(-1)
             nats -= sum(float(logits[i - first, tokens[i + 1]]) for i in range(at, end))
     assert found["nats"] == pytest.approx(nats, rel=1e-5)
-    assert "context 32, stride 8" in result["protocol"]["modes"]["stride 8"]
+    assert "context 32, stride 8" in result["protocol"]["modes"]["none, stride 8"]
     code, _, err = pmi(*call, "--stride", 33)
     assert (code, "--stride 33: must be 1 to the context, 32" in err) == (2, True)
     code, _, err = pmi("eval-peer", "--model", books, "--data", books)
