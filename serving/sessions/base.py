@@ -25,7 +25,7 @@ from serving.sessions.errors import (
     UnavailableError,
 )  # fmt: skip
 from serving.sessions.records import HistoryWrite, Record
-from serving.sessions.responses import ResponseRow, ResponseWrite, decode_response, encode_response, next_write
+from serving.sessions.responses import ResponseRow, ResponseWrite, advance_response, decode_response, encode_response, more
 from serving.sessions.store import (
     LEASE_SECONDS,
     Change,
@@ -38,6 +38,7 @@ from serving.sessions.store import (
     Limits,
     Outcome,
     Page,
+    Progress,
     Response,
     Session,
     Settings,
@@ -247,20 +248,12 @@ class BaseStore(ABC):
     def _prepare(self, change: Change, rows: dict[Key, Row], fresh: bool) -> Write | ResponseWrite | Committed:
         """What a change writes, or what came of it already."""
         lease, now = change.lease, self.clock()
-        tenant = lease.tenant if lease is not None else change.response.tenant if change.response is not None else ""
-        progress = None
-        if change.response is not None:
-            key = (tenant, change.response.id)
-            known = not fresh and key in self._running
-            found = None if known else self._find_response(*key)
-            if found is not None and (found.session != (None if lease is None else lease.id)):
-                raise InvalidError(f"response {found.id!r} belongs to session {found.session!r}")
-            progress = next_write(found, known, tenant, change.response, now, self.limits.response_ttl)
         if lease is None:
             if change.response is None or change.ids or change.snapshot or change.turn:
                 raise InvalidError("a change without a lease can only be progress of a response")
-            return progress or Committed(0, change.response.at + len(change.response.ids))
-        row = rows.get((tenant, lease.id))
+            write = self._prepare_response(change.response, change.response.tenant, None, now, fresh)
+            return write or Committed(0, change.response.at + len(change.response.ids))
+        row = rows.get((lease.tenant, lease.id))
         if row is None or row.fence != lease.fence:
             raise _stale(lease)
         record, history = row.record, None
@@ -270,7 +263,24 @@ class BaseStore(ABC):
         if change.ids or change.snapshot or change.turn:
             record, history = records.advance(record, change, now)
         data = None if change.snapshot is None else change.snapshot.data
-        return Write(tenant, lease.id, row, record, lease.seconds, data, history, progress)
+        response = None
+        if change.response is not None:
+            response = self._prepare_response(change.response, lease.tenant, lease.id, now, fresh)
+        return Write(lease.tenant, lease.id, row, record, lease.seconds, data, history, response)
+
+    def _prepare_response(
+        self, progress: Progress, tenant: str, session: str | None, now: float, fresh: bool
+    ) -> ResponseWrite | None:
+        ttl = self.limits.response_ttl
+        plain = progress.status == "running" and progress.detail is None
+        if plain and not fresh and (tenant, progress.id) in self._running:
+            return more(progress, tenant, now + ttl)
+        found = self._find_response(tenant, progress.id)
+        if found is None:
+            raise NotFoundError(f"response {progress.id!r}: there is none (or it has expired)")
+        if found.session != session:
+            raise InvalidError(f"response {found.id!r} belongs to session {found.session!r}")
+        return advance_response(found, progress, now, ttl)
 
     def create(self, tenant: str, id: str, settings: Settings) -> Session:
         """See SessionStore."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serving.sessions.errors import ConflictError, NotFoundError
+from serving.sessions.errors import ConflictError
 from serving.sessions.records import pack, seal, seal_json, unpack, unseal, unseal_json
 from serving.sessions.store import Progress, Response
 
@@ -50,20 +50,16 @@ def decode_response(tenant: str, id: str, row: ResponseRow) -> Response:
     return Response(tenant=tenant, id=id, ids=unpack(ids), **{name: about[name] for name in FIELDS})
 
 
-def next_write(
-    response: Response | None, known_running: bool, tenant: str, progress: Progress, now: float, ttl: float
-) -> ResponseWrite | None:
-    """What a progress writes; None if that has been done already. `known_running`: no need to look at `response`.
+def more(progress: Progress, tenant: str, expires: float) -> ResponseWrite:
+    """More ids for a response that runs on: its head need not be read."""
+    piece = seal(pack(progress.ids)) if progress.ids else None
+    return ResponseWrite(tenant, progress.id, progress.at, piece, None, progress.at + len(progress.ids), expires, True)
 
-    NotFoundError, ConflictError.
-    """
+
+def advance_response(response: Response, progress: Progress, now: float, ttl: float) -> ResponseWrite | None:
+    """A response with its progress; None if that has been made already. ConflictError."""
     ids = tuple(progress.ids)
-    end = progress.at + len(ids)
-    if known_running and progress.status == "running" and progress.detail is None:
-        return ResponseWrite(tenant, progress.id, progress.at, seal(pack(ids)) if ids else None, None, end, now + ttl, True)
-    if response is None:
-        raise NotFoundError(f"response {progress.id!r}: there is none (or it has expired)")
-    if response.ids[progress.at :] == ids and ids and response.status == progress.status:
+    if ids and response.ids[progress.at :] == ids and response.status == progress.status:
         return None
     if len(response.ids) != progress.at:
         raise ConflictError(
@@ -71,6 +67,7 @@ def next_write(
         )
     detail = response.detail if progress.detail is None else progress.detail
     made = replace(response, ids=response.ids + ids, status=progress.status, detail=detail, updated=now, expires=now + ttl)
+    running = progress.status == "running"
     return ResponseWrite(
-        tenant, progress.id, progress.at, None, encode_response(made), end, now + ttl, progress.status == "running"
+        response.tenant, response.id, progress.at, None, encode_response(made), len(made.ids), made.expires, running
     )
