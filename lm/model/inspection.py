@@ -38,6 +38,8 @@ class LayerInspection:
     """Share of each working slot in what a token reads, over all heads [t, n]."""
     long_term_attention: Rows | None
     """The same of the long-term slots [t, n]; of associative memory, the strength of each fragment's answer [t, c]."""
+    long_term_kind: str
+    """What the columns of that are: slot or fragment."""
     write_strength: Rows | None
     """Of associative memory: how strongly each token would be written to each fragment [t, c]."""
 
@@ -99,10 +101,9 @@ def _look(layer: int, module: MemoryModule, memory: Memory, readout: Readout, h:
     """One layer; `h [1, 1, t, d]`."""
     config = module.config
     own, others = module.read.attention(readout, h)
-    long_term = None if others is None else others.mean(-2)[0, 0]
-    strength = None
+    long_term, kind, strength = (None if others is None else others.mean(-2)[0, 0]), "slot", None
     if config.consolidation == "delta" and config.keeps_long_term:
-        long_term = module.read.delta.answers(h, readout.long_term).norm(dim=-1)[0, 0]
+        long_term, kind = module.read.delta.answers(h, readout.long_term).norm(dim=-1)[0, 0], "fragment"
         if hasattr(module, "delta_tokens"):
             strength = module.delta_tokens.strengths(h)[0, 0, :, :, 0].mT
     take = keep = None
@@ -117,6 +118,7 @@ def _look(layer: int, module: MemoryModule, memory: Memory, readout: Readout, h:
         keep=_listed(keep),
         working_attention=_listed(None if own is None else own.mean(-2)[0, 0]),
         long_term_attention=_listed(long_term),
+        long_term_kind=kind,
         write_strength=_listed(strength),
     )
 

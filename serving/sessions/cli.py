@@ -62,12 +62,14 @@ def ls(
         rows = [_row(session) for session in page.sessions]
         stdout.print_json(json.dumps({"sessions": rows, "next": page.next, "damaged": page.damaged}))
         return
-    table = Table("session", "position", "version", "tail", "bytes", "model", "changed", "in use by")
+    table = Table("session", "position", "version", "bytes", "model", "changed", "in use by")
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for session in page.sessions:
         name = f"{session.tenant}/{session.id}" if every else session.id
         table.add_row(
-            name, f"{session.position:,}", str(session.version), str(len(session.tail)), f"{session.bytes:,}",
-            session.settings.model, _ago(session.updated), session.owner or "",
+            name, f"{session.position:,}", str(session.version), f"{session.bytes:,}", session.settings.model,
+            _ago(session.updated), session.owner or "",
         )  # fmt: skip
     stdout.print(table)
     for name in page.damaged:

@@ -6,103 +6,81 @@ from typing import Any
 
 from lm.model.inspection import Inspection, LayerInspection
 
-PANELS = 5
 MAX_LABELS = 72
 """Tokens that are written out below a heat map; more would not be legible."""
+Rows = list[list[float]] | None
 
 
 def draw_inspection(inspection: Inspection, labels: Sequence[str], title: str, out: Path) -> None:
-    """One row of panels per memory layer; `labels` name the tokens of the last segment."""
+    """A block of six panels per memory layer; `labels` name the tokens of the last segment."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    width = max(4.0, min(len(labels), MAX_LABELS) * 0.11)
-    figure, grid = pyplot.subplots(
-        len(inspection.layers), PANELS, figsize=(7 + 3 * width, 0.8 + 3.0 * len(inspection.layers)), squeeze=False,
-        width_ratios=[2.4, 2.8, width, width, width], layout="constrained",
-    )  # fmt: skip
-    for row, layer in zip(grid, inspection.layers, strict=True):
-        _norms(figure, row[0], layer)
-        _gates(row[1], layer)
-        _heat(figure, row[2], layer.working_attention, labels, f"layer {layer.layer}: read of working memory", "slot", 0.0)
-        associative = layer.write_strength is not None or _fragments(layer)
-        name = "strength of the answers of long-term memory" if associative else "read of long-term memory"
-        _heat(
-            figure,
-            row[3],
-            layer.long_term_attention,
-            labels,
-            f"layer {layer.layer}: {name}",
-            "fragment" if associative else "slot",
-            0.0,
-        )
-        _heat(figure, row[4], layer.write_strength, labels, f"layer {layer.layer}: strength of writing", "fragment", 0.0)
+    count = len(inspection.layers)
+    figure = pyplot.figure(figsize=(13, 0.5 + 6.5 * count), layout="constrained")
     figure.suptitle(title)
+    blocks = figure.subfigures(count, 1, squeeze=False)
+    for block, layer in zip(blocks[:, 0], inspection.layers, strict=True):
+        block.suptitle(f"layer {layer.layer}", fontsize=10)
+        grid = block.subplots(3, 2, width_ratios=[1, 3])
+        _bars(grid[0, 0], "length of the working slots", {"": layer.working_norms})
+        _heat(block, grid[1, 0], "length of the rows of long-term memory", layer.long_term_norms, "fragment", "viridis")
+        _bars(grid[2, 0], "gates, mean of each slot", {"input": layer.take, "forget (1 keeps)": layer.keep}, top=1.35)
+        _reads(block, grid[:, 1], layer, labels)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
 
 
-def _fragments(layer: LayerInspection) -> bool:
-    """Whether long-term memory is read by fragments (associative) and not by slots."""
-    rows, norms = layer.long_term_attention, layer.long_term_norms
-    return bool(rows and norms and len(rows[0]) == len(norms) and len(norms[0]) != len(rows[0]))
+def _reads(block: Any, column: Any, layer: LayerInspection, labels: Sequence[str]) -> None:
+    """What each token of the last segment reads, and how strongly it would be written."""
+    what = "length of each fragment's answer" if layer.long_term_kind == "fragment" else "attention"
+    panels = (
+        ("read of working memory: attention", layer.working_attention, "slot"),
+        (f"read of long-term memory: {what}", layer.long_term_attention, layer.long_term_kind),
+        ("strength of writing to long-term memory", layer.write_strength, "fragment"),
+    )
+    for axis, (title, rows, unit) in zip(column, panels, strict=True):
+        turned = None if rows is None else [list(x) for x in zip(*rows, strict=True)]
+        _heat(block, axis, title, turned, unit, "magma")
+        if not turned:
+            continue
+        if len(labels) <= MAX_LABELS:
+            axis.set_xticks(range(len(labels)), labels, fontsize=7, family="monospace")
+        else:
+            axis.set_xlabel("token of the segment", fontsize=8)
 
 
-def _norms(figure: Any, axis: Any, layer: LayerInspection) -> None:
-    """Working slots as one more row above the fragments would mislead: their scales differ. So bars and a heat map apart."""
-    axis.set_title(f"layer {layer.layer}: slot norms", fontsize=9)
-    if layer.long_term_norms is None and layer.working_norms is None:
+def _bars(axis: Any, title: str, series: dict[str, list[float] | None], top: float | None = None) -> None:
+    axis.set_title(title, fontsize=9)
+    drawn = {name: values for name, values in series.items() if values is not None}
+    if not drawn:
         _none(axis)
         return
-    axis.axis("off")
-    if layer.working_norms is not None:
-        upper = axis.inset_axes((0.0, 0.58, 1.0, 0.42) if layer.long_term_norms is not None else (0.0, 0.0, 1.0, 1.0))
-        upper.bar(range(len(layer.working_norms)), layer.working_norms, color="C0")
-        upper.set_ylabel("working", fontsize=8)
-        upper.tick_params(labelsize=7)
-    if layer.long_term_norms is not None:
-        lower = axis.inset_axes((0.0, 0.0, 1.0, 0.42) if layer.working_norms is not None else (0.0, 0.0, 1.0, 1.0))
-        image = lower.imshow(layer.long_term_norms, aspect="auto", cmap="viridis", vmin=0)
-        lower.set_ylabel("fragment", fontsize=8)
-        lower.set_xlabel("long-term row", fontsize=8)
-        lower.tick_params(labelsize=7)
-        figure.colorbar(image, ax=axis, fraction=0.06).ax.tick_params(labelsize=7)
-
-
-def _gates(axis: Any, layer: LayerInspection) -> None:
-    axis.set_title(f"layer {layer.layer}: gates, mean of each slot", fontsize=9)
-    if layer.take is None or layer.keep is None:
-        _none(axis)
-        return
-    places = range(len(layer.take))
-    axis.bar([x - 0.2 for x in places], layer.take, 0.4, label="input", color="C1")
-    axis.bar([x + 0.2 for x in places], layer.keep, 0.4, label="forget (1 keeps)", color="C2")
-    axis.set_ylim(0, 1.3)
-    axis.set_yticks([0, 0.5, 1])
+    width = 0.8 / len(drawn)
+    for i, (name, values) in enumerate(drawn.items()):
+        shift = (i - (len(drawn) - 1) / 2) * width
+        axis.bar([x + shift for x in range(len(values))], values, width, label=name, color=f"C{i}")
     axis.set_xlabel("slot", fontsize=8)
-    axis.legend(fontsize=7, loc="upper right", ncols=2)
+    if top is not None:
+        axis.set_ylim(0, top)
+        axis.set_yticks([0, 0.5, 1])
+        axis.legend(fontsize=7, loc="upper right", ncols=2)
     axis.tick_params(labelsize=7)
 
 
-def _heat(
-    figure: Any, axis: Any, rows: list[list[float]] | None, labels: Sequence[str], title: str, unit: str, low: float
-) -> None:
+def _heat(block: Any, axis: Any, title: str, rows: Rows, unit: str, colours: str) -> None:
     axis.set_title(title, fontsize=9)
     if not rows or not rows[0]:
         _none(axis)
         return
-    image = axis.imshow([list(column) for column in zip(*rows, strict=True)], aspect="auto", cmap="magma", vmin=low)
+    image = axis.imshow(rows, aspect="auto", cmap=colours, vmin=0, interpolation="nearest")
     axis.set_ylabel(unit, fontsize=8)
-    axis.set_yticks(range(len(rows[0])) if len(rows[0]) <= 16 else [0, len(rows[0]) - 1])
-    if len(labels) <= MAX_LABELS:
-        axis.set_xticks(range(len(labels)), labels, fontsize=6, family="monospace")
-    else:
-        axis.set_xlabel("token of the segment", fontsize=8)
-    axis.tick_params(axis="y", labelsize=7)
-    figure.colorbar(image, ax=axis, fraction=0.04, pad=0.01).ax.tick_params(labelsize=7)
+    axis.set_yticks(range(len(rows)) if len(rows) <= 16 else [0, len(rows) - 1])
+    axis.tick_params(labelsize=7)
+    block.colorbar(image, ax=axis, fraction=0.04, pad=0.01).ax.tick_params(labelsize=7)
 
 
 def _none(axis: Any) -> None:
@@ -111,10 +89,9 @@ def _none(axis: Any) -> None:
 
 
 def token_labels(pieces: Sequence[bytes]) -> list[str]:
-    """Tokens as they can be printed: blanks and half characters made visible."""
+    """Tokens as they can be printed: blanks made visible, half characters a dot."""
     shown = []
     for piece in pieces:
-        text = piece.decode("utf-8", errors="replace")
-        text = text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
-        shown.append(text if text.isprintable() and "�" not in text else "·")
+        text = piece.decode("utf-8", errors="replace").replace(" ", "_").replace("\n", "/").replace("$", r"\$")
+        shown.append(text if text and text.isprintable() and "�" not in text else "·")
     return shown
