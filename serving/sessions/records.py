@@ -52,7 +52,7 @@ def seal(data: bytes) -> bytes:
 
 def unseal(data: bytes | None, what: str) -> bytes:
     """What was sealed; DamagedError if a bit of it changed."""
-    if data is None or hashlib.blake2b(data[SEAL:], digest_size=SEAL).digest() != data[:SEAL]:
+    if not isinstance(data, bytes) or hashlib.blake2b(data[SEAL:], digest_size=SEAL).digest() != data[:SEAL]:
         raise DamagedError(f"{what}: stored bytes do not match their checksum; restore it from an export or a backup")
     return data[SEAL:]
 

@@ -96,6 +96,8 @@ class SQLiteStore(BaseStore):
             yield
         except sqlite3.Error as error:
             raise self._translated(error) from error
+        except UnicodeDecodeError as error:  # so garbled that not even SQLite's message about it can be read
+            raise DamagedError(f"{self.path}: the database file is damaged; restore a backup") from error
 
     def _translated(self, error: sqlite3.Error) -> StoreError:
         text, name = str(error), getattr(error, "sqlite_errorname", "")
