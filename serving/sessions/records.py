@@ -354,10 +354,20 @@ def check_settings(settings: Settings) -> None:
         size = len(json.dumps(dict(settings.sampling), allow_nan=False))
         if size > MAX_SAMPLING:
             problems.append(f"sampling: {size} bytes as JSON; at most {MAX_SAMPLING}")
+        if not _flat(dict(settings.sampling), 2):
+            problems.append("sampling: values must be plain, or lists or mappings of plain values")
     except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"sampling: not JSON ({error})")
     if problems:
         raise InvalidError(problems)
+
+
+def _flat(value: Any, depth: int) -> bool:
+    """Whether containers are nested no deeper than `depth`."""
+    if isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_flat(part, depth - 1) for part in parts)
+    return True
 
 
 def check_content(content: Content) -> None:
