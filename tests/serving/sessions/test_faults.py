@@ -19,10 +19,11 @@ import pytest
 
 from serving.sessions.base import BaseStore
 from serving.sessions.errors import BusyError, ConflictError, DamagedError, FullError, InvalidError, StoreError, UnavailableError
+from serving.sessions.local_redis import LocalRedis
 from serving.sessions.redis import RedisStore
 from serving.sessions.sqlite import SQLiteStore
 from serving.sessions.store import Change, Committed, Content, Progress, Response, Snapshot
-from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Make, RedisServer
+from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Make
 
 LANES = [f"lane{i}" for i in range(3)]
 fork = multiprocessing.get_context("fork")
@@ -116,7 +117,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_and_the_next_goes_on(make: 
 
 @pytest.mark.needs("redis-server")
 def test_a_redis_server_killed_at_any_moment_loses_nothing_and_the_writer_goes_on(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / "redis")
+    server = LocalRedis(tmp_path / "redis")
     store = RedisStore(server.url)
     create_lanes(store)
     reached, failure = [0], []
@@ -140,7 +141,7 @@ def test_a_redis_server_killed_at_any_moment_loses_nothing_and_the_writer_goes_o
             server.kill()
             acknowledged = reached[0]
             server.start()
-            with RedisServerClient(server) as reader:
+            with Reader(server) as reader:
                 assert all(reader.get("t", lane).position >= acknowledged for lane in LANES)
         done.set()
         thread.join(20)
@@ -152,10 +153,10 @@ def test_a_redis_server_killed_at_any_moment_loses_nothing_and_the_writer_goes_o
         server.kill()
 
 
-class RedisServerClient:
+class Reader:
     """A store of its own for a look."""
 
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server: LocalRedis) -> None:
         self.store = RedisStore(server.url)
 
     def __enter__(self) -> RedisStore:
@@ -319,7 +320,7 @@ def test_a_full_disk_is_reported_and_nothing_acknowledged_is_lost(tmp_path: Path
 
 @pytest.mark.needs("redis-server")
 def test_a_full_redis_is_reported_and_nothing_is_changed(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / "redis", "--maxmemory", "4mb")
+    server = LocalRedis(tmp_path / "redis", "--maxmemory", "4mb")
     store = RedisStore(server.url)
     try:
         create_lanes(store)
@@ -421,7 +422,7 @@ def test_no_flipped_byte_of_the_database_file_changes_what_a_session_says(tmp_pa
 
 
 @pytest.mark.needs("redis-server")
-def test_verify_finds_a_flipped_byte_in_redis(redis_server: RedisServer) -> None:
+def test_verify_finds_a_flipped_byte_in_redis(redis_server: LocalRedis) -> None:
     store = RedisStore(redis_server.url, prefix="flip")
     one_of_everything(store)
     assert list(store.verify()) == []
@@ -489,7 +490,7 @@ def test_files_that_a_crashed_writer_left_are_collected_when_they_are_old(make: 
 
 @pytest.mark.needs("redis-server")
 def test_a_redis_that_could_lose_answers_is_refused_unless_that_is_accepted(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / "redis")
+    server = LocalRedis(tmp_path / "redis")
     store = RedisStore(server.url, durability="relaxed")
     try:
         for name, value in (("appendonly", "no"), ("appendfsync", "everysec"), ("maxmemory-policy", "allkeys-lru")):
