@@ -111,6 +111,8 @@ class Write:
 
     def references(self) -> dict[str, int]:
         """By how much the count of references to each snapshot changes."""
+        if self.record is not None and self.old is not None and self.record.boundaries is self.old.record.boundaries:
+            return {}
         after = {} if self.record is None else dict(self.record.snapshots())
         for hash_, count in ({} if self.old is None else self.old.record.snapshots()).items():
             after[hash_] = after.get(hash_, 0) - count
@@ -316,7 +318,7 @@ class BaseStore(ABC):
         for _ in range(ATTEMPTS):
             row, now = self._need(tenant, id), self.clock()
             record = row.record if position is None else records.back_to(row.record, position, now)[0]
-            record = replace(record, version=1, stream=records.new_stream(), parent=id, created=now, updated=now)
+            record = records.forked(record, id, now)
             history = None
             if record.settings.keep_history:
                 history = HistoryWrite(0, records.first_pieces(self.read_history(tenant, id), record.boundary))
@@ -365,7 +367,7 @@ class BaseStore(ABC):
             if raw is None:
                 raise ConflictError(f"session {id!r}: a snapshot that it refers to is gone")
             row = _row(raw)
-            if row.record.stream == record.stream:
+            if row.record.origin.stream == record.origin.stream:
                 return self._session(tenant, id, row)  # made after all, but the answer was lost
             if not self._gone(row):
                 break
@@ -553,7 +555,7 @@ class BaseStore(ABC):
                     key = (write.tenant, write.id)
                     self._rows.pop(key, None)
                     if verdict == "made" and write.record is not None and write.seconds is not None and write.old is not None:
-                        self._remember(key, replace(write.old, record=write.record, until=self.clock() + write.seconds))
+                        self._remember(key, Row(write.record, write.old.fence, write.old.owner, self.clock() + write.seconds))
         for write, verdict in zip(writes, verdicts, strict=True):
             response = write.response if isinstance(write, Write) else write
             if response is not None:

@@ -4,6 +4,7 @@ One primary (replicas are fine), not a cluster: a step's changes are one transac
 only with `appendonly yes`, `appendfsync always` and `maxmemory-policy noeviction`, which is checked at the start.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -156,20 +157,13 @@ class RedisStore(BaseStore):
         try:
             verdicts, freed = self._run("write", *values)
         except FullError:
-            self._discard(list(names.values()))
+            self._discard(names)
             raise
         if self._files is not None:
             self._files.remove(name.decode() for name in freed)
-        unused = [names[hash_] for hash_ in names if self._lost(hash_, writes, verdicts)]
-        self._discard(unused)
+        if any(verdict != b"made" for verdict in verdicts):
+            self._discard(names)
         return [verdict.decode() for verdict in verdicts]
-
-    def _lost(self, hash_: str, writes: Sequence[Write | ResponseWrite], verdicts: Sequence[bytes]) -> bool:
-        """Whether no write that was made brought this snapshot."""
-        return not any(
-            verdict == b"made" and isinstance(write, Write) and (blob := write.blob()) is not None and blob[0] == hash_
-            for write, verdict in zip(writes, verdicts, strict=True)
-        )
 
     def _stage(self, blobs: Sequence[tuple[str, bytes]]) -> dict[str, str]:
         """Put snapshots where a commit finds them; without one they are forgotten."""
@@ -180,11 +174,12 @@ class RedisStore(BaseStore):
             self._try(self._redis.set, self._key("d", names[hash_]), data, ex=STAGED_SECONDS)
         return names
 
-    def _discard(self, names: Sequence[str]) -> None:
-        if self._files is not None:
-            self._files.remove(names)
-        elif names:
-            self._try(self._redis.delete, *(self._key("d", name) for name in names))
+    def _discard(self, names: dict[str, str]) -> None:
+        """Forget staged snapshots, but those that a write has taken: its answer may have been lost and the write repeated."""
+        if names:
+            left = self._run("discard", len(names), *itertools.chain(*names.items()))
+            if self._files is not None:
+                self._files.remove(name.decode() for name in left)
 
     def drop(self, tenant: str, id: str) -> None:
         """See BaseStore."""

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import redis
 
 from serving.sessions.base import BaseStore
 from serving.sessions.errors import BusyError, ConflictError, DamagedError, FullError, InvalidError, StoreError, UnavailableError
@@ -151,6 +152,36 @@ def test_a_redis_server_killed_at_any_moment_loses_nothing_and_the_writer_goes_o
         done.set()
         thread.join(20)
         server.kill()
+
+
+@pytest.mark.parametrize("make", BACKENDS[1:], indirect=True)
+def test_a_commit_whose_answer_was_lost_is_made_once_and_keeps_its_snapshot(make: Make) -> None:
+    store = make()
+    assert isinstance(store, RedisStore)
+    store.create("t", "s", replace(SETTINGS, keep_history=True))
+    lease = store.lease("t", "s", "w")
+    script, lost = store._script, []
+
+    def losing(**given: object) -> object:
+        answer = script(**given)
+        if given["args"][2] in ("write", "take", "add_response") and len(lost) % 2 == 0:  # type: ignore[index]
+            lost.append(given)
+            raise redis.exceptions.ConnectionError("the answer was lost")
+        lost.append(None)
+        return answer
+
+    store._script = losing  # type: ignore[assignment]
+    for at in range(0, 40, 4):
+        data = b"x" * (1 << 20) + bytes([at])
+        (outcome,) = store.commit([Change(lease, at, [1, 2, 3, 4], Snapshot(at, data) if at else None)])
+        assert outcome == Committed(2 + at // 4, at + 4)
+    assert store.begin(Response("t", "r", "s", "key", "hash", {}, 0))[1] is True
+    store.create("t", "other", SETTINGS)
+    assert store.lease("t", "other", "w").fence > lease.fence
+    assert lost.count(None) < len(lost) - 5
+    assert store.snapshot(store.get("t", "s")) == data
+    assert list(store.verify()) == []
+    store.close()
 
 
 class Reader:
