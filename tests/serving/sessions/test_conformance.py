@@ -336,6 +336,21 @@ def test_names_that_could_mean_something_else_are_refused(store: BaseStore, name
             call()
 
 
+def test_no_name_can_be_taken_for_a_part_of_another(store: BaseStore) -> None:
+    ids = ["x", "x:history", "x:pieces", "h:x", "s:x"]
+    for id in ids:
+        lease = begin(store, id, keep_history=True)
+        store.begin(Response(A, id, id, id, "hash", {}, 0))
+        made(store.commit([Change(lease, 0, range(10), Snapshot(8, id.encode()), response=Progress(id, 0, [1]))]))
+        store.release([lease])
+    for id in ids:
+        assert store.history(A, id) == tuple(range(10))
+        assert store.snapshot(store.get(A, id)) == id.encode()
+        assert [x.ids for x in store.responses(A, id)] == [(1,)]
+        store.delete(A, id)
+    assert list(store.verify()) == []
+
+
 def test_an_expired_session_is_gone_at_once_and_evicted_with_all_that_is_its(make: Make, clock: Clock) -> None:
     store = make(Limits(ttl=100), clock)
     feed(store, begin(store, "default"), 6, LARGE)

@@ -565,6 +565,15 @@ def test_a_redis_that_could_lose_answers_is_refused_unless_that_is_accepted(tmp_
         server.kill()
 
 
+def test_what_users_wrote_is_readable_by_nobody_else(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "new" / "s.db")
+    one_of_everything(store)
+    for path in (tmp_path / "new").rglob("*"):
+        if path.parent.name != "s.db-blobs":  # the folder is closed
+            assert path.stat().st_mode & 0o077 == 0, path
+    store.close()
+
+
 def test_a_file_that_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_bytes(b"not a database" * 1000)
     with pytest.raises(DamagedError, match=r"x\.db: file is not a database"):
