@@ -17,7 +17,7 @@ from serving.sessions.errors import (
     StoreError,
 )  # fmt: skip
 from serving.sessions.store import Change, Committed, Content, Lease, Limits, Outcome, Progress, Response, Snapshot
-from tests.serving.sessions.conftest import SETTINGS, Clock, Make
+from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Clock, Make
 
 A = "acme"
 SMALL, LARGE = b"s" * 1000, b"L" * (1 << 20) + b"!"
@@ -63,6 +63,7 @@ def test_only_the_last_256_ids_before_the_boundary_are_recent(store: BaseStore) 
     assert store.get(A, "s").recent == tuple(range(144, 400))
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_everything_is_still_there_when_the_store_is_opened_again(make: Make) -> None:
     first = make()
     feed(first, begin(first), 7, LARGE)
@@ -112,6 +113,7 @@ def test_more_boundaries_are_retained_where_asked(store: BaseStore) -> None:
         assert store.get(A, f"s{retain}").retained == spans
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_a_fork_shares_snapshots_and_goes_its_own_way(store: BaseStore) -> None:
     lease = begin(store)
     feed(store, lease, 10, LARGE)

@@ -89,6 +89,7 @@ def writer(make: Make, pipe: Connection) -> None:
     run_lanes(make(), 0.2, 10**6, lambda position: os.write(pipe.fileno(), b"%d\n" % position) and None)
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_a_writer_killed_at_any_moment_loses_nothing_and_the_next_goes_on(make: Make) -> None:
     first = make()
     create_lanes(first)
@@ -522,6 +523,7 @@ def test_a_damaged_session_does_not_hide_the_others_and_can_be_deleted(tmp_path:
     store.close()
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_files_that_a_crashed_writer_left_are_collected_when_they_are_old(make: Make, tmp_path: Path) -> None:
     store = make()
     one_of_everything(store)
