@@ -4,8 +4,15 @@ import sys
 
 from lm.cli import app
 from lm.commands import run
+from serving.sessions.cli import app as sessions_app
+
+app.add_typer(sessions_app, name="sessions")
 
 
 def main() -> None:
     """Entry point of `pmi`."""
     sys.exit(run(app))
+
+
+if __name__ == "__main__":
+    main()
