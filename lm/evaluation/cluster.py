@@ -6,6 +6,7 @@
   ray_pmi_eval_tokens_total, ray_pmi_eval_documents_total, ray_pmi_eval_failures, ray_pmi_eval_tokens_per_second
 """
 
+import contextlib
 import os
 import socket
 import time
@@ -118,6 +119,7 @@ class Cluster:
                             ray.exceptions.ObjectLostError, ray.exceptions.LocalRayletDiedError) as error:  # fmt: skip
                         self.failures += 1
                         lost.set(self.failures)
+                        watch.failed()
                         if attempt == ATTEMPTS:
                             raise UserError(
                                 f"--ray: {task.items[0].name!r} and others were lost with their worker {ATTEMPTS} times "
@@ -217,9 +219,9 @@ def _read(task: Task, weights: Weights, counter: Any) -> list[Outcome]:
     if tokens > reported:
         counted["tokens"].inc(tokens - reported)
     counted["speed"].set(tokens / max(time.monotonic() - began, 1e-9))
-    import ray
-
-    ray.get(counter.report.remote(task.number, tokens))
+    ray = _ray()
+    with contextlib.suppress(ray.exceptions.RayError):  # the outcomes count, not how they are counted
+        ray.get(counter.report.remote(task.number, tokens), timeout=30)
     return outcomes
 
 

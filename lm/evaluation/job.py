@@ -105,6 +105,8 @@ class Listener:
     """A pass begins; so many of its tokens were read before."""
     advanced: Callable[[int], None] = lambda tokens: None
     document: Callable[[Pass, Outcome], None] = lambda part, outcome: None
+    failed: Callable[[], None] = lambda: None
+    """A worker was lost."""
     stop: Callable[[], bool] = field(default=lambda: False)
 
 
@@ -175,7 +177,8 @@ class Job:
             self.checkpoint.tokenizer.fingerprint(),
         )
         finished = set(journal.outcomes.get(part.name, {}))
-        resume = journal.opened(part.name, model, identity, part.items, 2 if part.mode == "shuffled" else 1)
+        lanes = 2 if part.mode == "shuffled" else 1
+        resume = journal.opened(part.name, model, identity, part.items, lanes) if runner is here else []
         before = sum(item.length for item in part.items if item.number in finished) + sum(x.tally.tokens_done for x in resume)
         listener.started(part, before)
         journal.begin()
@@ -191,7 +194,7 @@ class Job:
                 journal.save(part.name, model, identity, opened())
 
         try:
-            runner(self, model, part, Watch(done, listener.advanced, listener.stop, save), resume, finished)
+            runner(self, model, part, Watch(done, listener.advanced, listener.stop, save, listener.failed), resume, finished)
         except StoppedError as stopped:
             with torch.inference_mode():
                 journal.save(part.name, model, identity, stopped.open)

@@ -48,7 +48,7 @@ def follow(job: Job, console: Console, metrics_port: int | None = None, runner: 
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             shown = _Shown(progress, console, metrics)
-            listener = Listener(shown.started, shown.advanced, shown.document, lambda: bool(request.signal))
+            listener = Listener(shown.started, shown.advanced, shown.document, shown.failed, lambda: bool(request.signal))
             return job.run(listener, runner)
     except StoppedError as stopped:
         kept = (
@@ -87,13 +87,17 @@ class _Shown:
         now = time.monotonic()
         speed = (self.done - self.before) / max(now - self.began, 1e-9)
         if self.metrics is not None:
-            self.metrics.tokens.inc(tokens)
+            self.metrics.tokens.inc(max(0, tokens))  # a lost worker's tokens are read again
             self.metrics.speed.set(speed)
         self.progress.update(self.task, completed=self.done, description=f"memory {self.name}  {speed:,.0f} tokens/s")
         if not self.console.is_terminal and now - self.line > LINE_EVERY:
             self.line = now
             share = f"{self.done:,}/{self.total:,} tokens ({self.done / self.total:.0%})"
             self.console.print(f"memory {self.name}: {share}  {speed:,.0f} tokens/s", markup=False, soft_wrap=True)
+
+    def failed(self) -> None:
+        if self.metrics is not None:
+            self.metrics.failures.inc()
 
     def document(self, part: Pass, outcome: Outcome) -> None:
         if self.metrics is not None:

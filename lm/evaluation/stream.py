@@ -56,6 +56,8 @@ class Watch:
     stop: Callable[[], bool] = lambda: False
     save: Callable[[Callable[[], list[Open]]], None] = field(default=lambda opened: None)
     """Called after every call with a function that gives what is open."""
+    failed: Callable[[], None] = lambda: None
+    """A worker was lost with what it was reading (on a cluster)."""
 
 
 def evaluate(
