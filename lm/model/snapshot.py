@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lm.model.decoder import PMI
 from lm.model.memory import memory_shapes
-from lm.model.state import State, named_tensors, raw_bytes
+from lm.model.state import State, map_tensors, named_tensors, raw_bytes
 
 FORMAT = 1
 """Version of the snapshot's layout."""
@@ -44,17 +44,37 @@ def sizes(model: PMI) -> tuple[int, int]:
     return 4 * per_memory * model.initial_memory.count, window * model.norm.weight.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Captured:
+    """What a snapshot keeps of a lane, copied out of the state: `encode` may run later, in another thread."""
+
+    tensors: dict[str, Tensor]
+    position: int
+
+
 def dump(model: PMI, state: State, lane: int, identity: Identity) -> bytes:
     """The snapshot of one lane; it must be at a segment boundary."""
+    return encode(capture(model, state, lane), identity)
+
+
+def capture(model: PMI, state: State, lane: int) -> Captured:
+    """The quick half of `dump`: a copy of what belongs into the snapshot."""
     position = int(state.position[lane])
     if position % model.config.segment:
         raise SnapshotError(
             f"lane {lane} is at position {position}, inside a segment of {model.config.segment}; snapshots are for boundaries"
         )
-    tensors = {name: x.detach().cpu().contiguous() for name, x in _parts(model, state.select([lane])).items()}
+    view = map_tensors(lambda x: x[lane : lane + 1], state)
+    copies = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in _parts(model, view).items()}
+    return Captured(copies, position)
+
+
+def encode(captured: Captured, identity: Identity) -> bytes:
+    """The other half of `dump`: the bytes."""
+    tensors, position = captured.tensors, captured.position
     bad = [name for name, x in tensors.items() if not bool(x.isfinite().all())]
     if bad:
-        raise SnapshotError(f"lane {lane} is not finite in {', '.join(bad[:4])}; nothing was written")
+        raise SnapshotError(f"the state at position {position} is not finite in {', '.join(bad[:4])}; nothing was written")
     about = {
         "format": str(FORMAT),
         "model": identity.model,

@@ -1,0 +1,197 @@
+"""The writer: puts each step's tokens into the session store, and only then hands them to their callers.
+
+One transaction per step for all lanes, made while the next step is computed. If the store is slower than the model, the steps
+that have gathered go into one transaction; a few steps ahead of it the loop waits.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from lm.model.snapshot import Captured, Identity, encode
+from serving.engine.request import Event
+from serving.engine.sequence import Sequence
+from serving.engine.stream import deliver
+from serving.sessions.errors import StoreError, UnavailableError
+from serving.sessions.store import Change, Lease, Progress, SessionStore, Snapshot, Status
+
+AHEAD = 4
+"""Steps that the loop may be ahead of the store."""
+PATIENCE = 10.0
+"""Seconds that the writer tries again when the store does not answer, before the sequences fail."""
+
+
+@dataclass
+class Entry:
+    """What one step (or several) adds to one sequence."""
+
+    sequence: Sequence
+    at: int
+    ids: list[int] = field(default_factory=list)
+    snapshot: Captured | None = None
+    turn: bool = False
+    response_at: int = 0
+    response_ids: list[int] = field(default_factory=list)
+    status: Status = "running"
+    event: Event | None = None
+    error: BaseException | None = None
+    final: bool = False
+
+    def then(self, later: "Entry") -> "Entry":
+        """Both as one."""
+        event = self.event if later.event is None else later.event if self.event is None else self.event.then(later.event)
+        return Entry(
+            self.sequence, self.at, self.ids + later.ids, later.snapshot or self.snapshot, self.turn or later.turn,
+            self.response_at, self.response_ids + later.response_ids, later.status, event, later.error, later.final,
+        )  # fmt: skip
+
+
+class Journal:
+    """A thread that commits and delivers. `refused(sequence)` is called when the store no longer takes a sequence's ids."""
+
+    def __init__(
+        self, store: SessionStore, identity: Identity, refused: Callable[[Sequence], None], died: Callable[[BaseException], None]
+    ) -> None:
+        self.store, self._identity, self._refused, self._died = store, identity, refused, died
+        self._steps: queue.Queue[list[Entry] | None] = queue.Queue(AHEAD)
+        self._held: dict[Sequence, float] = {}  # leases to be prolonged, and when they last were
+        self._lock = threading.Lock()
+        self.transactions, self.snapshots, self.seconds = 0, 0, 0.0
+        """For measuring: transactions made, snapshots in them, seconds spent."""
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def hold(self, sequence: Sequence) -> None:
+        """Keep this sequence's lease alive until its last entry."""
+        with self._lock:
+            self._held[sequence] = time.monotonic()
+
+    def write(self, entries: list[Entry]) -> None:
+        """Commit and deliver `entries` soon; waits only if the store is several steps behind."""
+        while self._thread.is_alive():
+            try:
+                self._steps.put(entries, timeout=1)
+            except queue.Full:
+                continue
+            return
+
+    def close(self) -> None:
+        """Commit what is left and end the thread."""
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._steps.put(None)
+            self._thread.join()
+
+    # --- the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                steps = self._gather()
+                if steps:
+                    began = time.perf_counter()
+                    self._commit(_merged(entry for step in steps if step is not None for entry in step))
+                    self.seconds += time.perf_counter() - began
+                self._heartbeat()
+                if None in steps:
+                    return
+        except BaseException as error:
+            self._died(error)
+
+    def _gather(self) -> list[list[Entry] | None]:
+        """Everything that waits; [] after a while without anything."""
+        steps: list[list[Entry] | None] = []
+        try:
+            steps.append(self._steps.get(timeout=0.5))
+            while True:
+                steps.append(self._steps.get_nowait())
+        except queue.Empty:
+            return steps
+
+    def _commit(self, entries: list[Entry]) -> None:
+        with self._lock:
+            entries = [entry for entry in entries if entry.sequence in self._held]  # the others were refused before
+        changes = [self._change(entry) for entry in entries]
+        failures: dict[int, BaseException] = {}
+        try:
+            outcomes = self._insist(changes)
+        except StoreError as error:
+            outcomes = [error] * len(changes)
+        now, ended = time.monotonic(), []
+        for i, (entry, outcome) in enumerate(zip(entries, outcomes, strict=True)):
+            if isinstance(outcome, StoreError):
+                failures[i] = outcome
+            with self._lock:
+                if entry.final or i in failures:
+                    del self._held[entry.sequence]
+                    ended.append(entry.sequence)
+                else:
+                    self._held[entry.sequence] = now
+        leases = [sequence.lease for sequence in ended if sequence.lease is not None]
+        if leases:
+            self._release(leases)
+        deliver(
+            (entry.sequence.stream, None if i in failures else entry.event, failures.get(i, entry.error))
+            for i, entry in enumerate(entries)
+        )
+        for i in failures:
+            self._refused(entries[i].sequence)
+
+    def _change(self, entry: Entry) -> Change:
+        snapshot = None
+        if entry.snapshot is not None:
+            snapshot = Snapshot(entry.snapshot.position, encode(entry.snapshot, self._identity))
+            self.snapshots += 1
+        request = entry.sequence.request
+        progress = None
+        if request.response is not None:
+            progress = Progress(request.response, entry.response_at, entry.response_ids, entry.status, tenant=request.tenant)
+        return Change(entry.sequence.lease, entry.at, entry.ids, snapshot, entry.turn, response=progress)
+
+    def _insist(self, changes: list[Change]) -> Iterable[object]:
+        """Commit; again for a while, if the store does not answer (committing the same change twice is no error)."""
+        self.transactions += 1
+        give_up, pause = time.monotonic() + PATIENCE, 0.05
+        while True:
+            try:
+                return self.store.commit(changes)
+            except UnavailableError:
+                if time.monotonic() + pause > give_up:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            due = [s for s, last in self._held.items() if s.lease is not None and now - last > s.lease.seconds / 4]
+            for sequence in due:
+                self._held[sequence] = now
+        if not due:
+            return
+        try:
+            outcomes = self.store.heartbeat([s.lease for s in due if s.lease is not None])
+        except StoreError:
+            return  # the next commit will say what is wrong
+        lost = [(s, outcome) for s, outcome in zip(due, outcomes, strict=True) if isinstance(outcome, StoreError)]
+        for sequence, error in lost:
+            with self._lock:
+                del self._held[sequence]
+            deliver([(sequence.stream, None, error)])
+            self._refused(sequence)
+
+    def _release(self, leases: list[Lease]) -> None:
+        try:
+            self.store.release(leases)
+        except StoreError:
+            pass  # they run out by themselves
+
+
+def _merged(entries: Iterable[Entry]) -> list[Entry]:
+    """One entry per sequence."""
+    found: dict[Sequence, Entry] = {}
+    for entry in entries:
+        earlier = found.get(entry.sequence)
+        found[entry.sequence] = entry if earlier is None else earlier.then(entry)
+    return list(found.values())

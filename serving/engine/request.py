@@ -1,0 +1,89 @@
+"""What is asked of the engine and what it answers with."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from lm.generation.sampling import Sampling
+
+FinishReason = Literal["length", "stop", "cancelled", "deadline"]
+CHOICE_STREAM = 2**48
+"""Distance of the random streams of a request's choices: far beyond the numbers that a store gives to sessions."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to read and continue."""
+
+    prompt: Sequence[int] = ()
+    """Ids to read first; BOS is put before the first one of a new text. With a session and no prompt, its text goes on."""
+    tokens: int = 256
+    """Most tokens to generate; 0 only reads the prompt into the session."""
+    sampling: Sampling = Sampling(temperature=0)
+    """With a session, `stream` is the session's own."""
+    choice: int = 0
+    """Which of n choices: each has its own random stream."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; the ids that spell them stay in the session."""
+    text: bool = True
+    """Whether events carry text besides ids (needed for `stop`)."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen ids and of so many of the likeliest (None: not computed)."""
+    tenant: str = "local"
+    """Waiting requests are admitted in turns of tenants."""
+    session: str | None = None
+    """Name of the session in the store that is read and written; None: nothing is kept."""
+    response: str | None = None
+    """Id of a response in the store that the ids are recorded in."""
+    continued: Sequence[int] = ()
+    """Ids that the response has already, where an interrupted one goes on."""
+    deadline: float | None = None
+    """Seconds from now on after which generation ends with what there is."""
+
+
+class Logprobs(NamedTuple):
+    """Of one generated token: its own, and the likeliest ids with theirs."""
+
+    own: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Some generated tokens; the last event of a stream says why it ended."""
+
+    position: int
+    """Of the first id in the text."""
+    ids: tuple[int, ...] = ()
+    text: str = ""
+    """What has become certain with these ids: never half a character, never part of a stop string."""
+    logprobs: tuple[Logprobs, ...] = ()
+    finish: FinishReason | None = None
+
+    def then(self, later: "Event") -> "Event":
+        """Both as one."""
+        return Event(
+            self.position, self.ids + later.ids, self.text + later.text, self.logprobs + later.logprobs, later.finish
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a sequence has cost so far, and what made its tokens."""
+
+    start: int = 0
+    """Position of its prompt's first id."""
+    prompt: int = 0
+    """Ids of the prompt, BOS included where it was put before."""
+    read: int = 0
+    """Of these, read by the model so far."""
+    replayed: int = 0
+    """Ids of the session's tail that were read again: at most a segment."""
+    generated: int = 0
+    seed: int = 0
+    stream: int = 0
+
+    def replace(self, **changes: int) -> "Usage":
+        """A copy with other values."""
+        return dataclasses.replace(self, **changes)
