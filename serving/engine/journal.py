@@ -4,18 +4,19 @@ One transaction per step for all lanes, made while the next step is computed. If
 that have gathered go into one transaction; a few steps ahead of it the loop waits.
 """
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from lm.model.snapshot import Captured, Identity, encode
+from lm.model.snapshot import Captured, Identity, SnapshotError, encode
 from serving.engine.request import Event
 from serving.engine.sequence import Sequence
 from serving.engine.stream import deliver
 from serving.sessions.errors import StoreError, UnavailableError
-from serving.sessions.store import Change, Lease, Progress, SessionStore, Snapshot, Status
+from serving.sessions.store import Change, Lease, Outcome, Progress, SessionStore, Snapshot, Status
 
 AHEAD = 4
 """Steps that the loop may be ahead of the store."""
@@ -112,16 +113,20 @@ class Journal:
     def _commit(self, entries: list[Entry]) -> None:
         with self._lock:
             entries = [entry for entry in entries if entry.sequence in self._held]  # the others were refused before
-        changes = [self._change(entry) for entry in entries]
+        changes: dict[int, Change] = {}
         failures: dict[int, BaseException] = {}
+        for i, entry in enumerate(entries):
+            try:
+                changes[i] = self._change(entry)
+            except SnapshotError as error:
+                failures[i] = error
         try:
-            outcomes = self._insist(changes)
+            outcomes = self._insist(list(changes.values()))
         except StoreError as error:
             outcomes = [error] * len(changes)
+        failures |= {i: outcome for i, outcome in zip(changes, outcomes, strict=True) if isinstance(outcome, StoreError)}
         now, ended = time.monotonic(), []
-        for i, (entry, outcome) in enumerate(zip(entries, outcomes, strict=True)):
-            if isinstance(outcome, StoreError):
-                failures[i] = outcome
+        for i, entry in enumerate(entries):
             with self._lock:
                 if entry.final or i in failures:
                     del self._held[entry.sequence]
@@ -149,7 +154,7 @@ class Journal:
             progress = Progress(request.response, entry.response_at, entry.response_ids, entry.status, tenant=request.tenant)
         return Change(entry.sequence.lease, entry.at, entry.ids, snapshot, entry.turn, response=progress)
 
-    def _insist(self, changes: list[Change]) -> Iterable[object]:
+    def _insist(self, changes: list[Change]) -> Iterable[Outcome]:
         """Commit; again for a while, if the store does not answer (committing the same change twice is no error)."""
         self.transactions += 1
         give_up, pause = time.monotonic() + PATIENCE, 0.05
@@ -182,10 +187,8 @@ class Journal:
             self._refused(sequence)
 
     def _release(self, leases: list[Lease]) -> None:
-        try:
+        with contextlib.suppress(StoreError):  # they run out by themselves
             self.store.release(leases)
-        except StoreError:
-            pass  # they run out by themselves
 
 
 def _merged(entries: Iterable[Entry]) -> list[Entry]:

@@ -1,8 +1,7 @@
 """What is asked of the engine and what it answers with."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lm.generation.sampling import Sampling
@@ -20,7 +19,7 @@ class Request:
     """Ids to read first; BOS is put before the first one of a new text. With a session and no prompt, its text goes on."""
     tokens: int = 256
     """Most tokens to generate; 0 only reads the prompt into the session."""
-    sampling: Sampling = Sampling(temperature=0)
+    sampling: Sampling = field(default_factory=Sampling)
     """With a session, `stream` is the session's own."""
     choice: int = 0
     """Which of n choices: each has its own random stream."""
@@ -36,6 +35,8 @@ class Request:
     """Name of the session in the store that is read and written; None: nothing is kept."""
     response: str | None = None
     """Id of a response in the store that the ids are recorded in."""
+    turn: bool = True
+    """Whether the prompt starts a turn, which can be taken back; false where an interrupted one goes on."""
     continued: Sequence[int] = ()
     """Ids that the response has already, where an interrupted one goes on."""
     deadline: float | None = None
@@ -68,7 +69,7 @@ class Event:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Usage:
     """What a sequence has cost so far, and what made its tokens."""
 
@@ -83,7 +84,3 @@ class Usage:
     generated: int = 0
     seed: int = 0
     stream: int = 0
-
-    def replace(self, **changes: int) -> "Usage":
-        """A copy with other values."""
-        return dataclasses.replace(self, **changes)

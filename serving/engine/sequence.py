@@ -8,7 +8,8 @@ from torch import Tensor
 from lm.generation.sampling import Batch
 from lm.generation.text import TextStream
 from lm.model import State
-from serving.engine.request import Request
+from lm.model.snapshot import Captured
+from serving.engine.request import FinishReason, Request
 from serving.engine.stream import Stream
 from serving.sessions.store import Lease
 
@@ -19,7 +20,9 @@ class Sequence:
     def __init__(self, request: Request, stream: Stream) -> None:
         self.request, self.stream = request, stream
         self.deadline = None if request.deadline is None else time.monotonic() + request.deadline
-        self.ended = False
+        self.opening = False
+        """A helper is taking its session from the store."""
+        self.finish: FinishReason | None = None
         """Its end was decided; nothing more is generated."""
         self.lease: Lease | None = None
         self.position = 0
@@ -33,11 +36,25 @@ class Sequence:
         self.journalled = 0
         """Position of the first of these."""
         self.produced = 0
+        self.turn = request.turn
+        """Its first ids in the journal start a turn."""
+        self.snapshot: Captured | None = None
+        """Taken, but not yet in the journal."""
         self.state: State | None = None
         self.settings: Batch | None = None
         self.recent: Tensor | None = None
         self.text: TextStream | None = None
         self.lane: int | None = None
+
+    @property
+    def durable(self) -> bool:
+        """Whether its tokens pass through the journal."""
+        return self.request.session is not None or self.request.response is not None
+
+    @property
+    def held(self) -> bool:
+        """Whether the journal knows it: it was opened."""
+        return self.lease is not None or (self.request.session is None and self.settings is not None)
 
     @property
     def end(self) -> int:

@@ -13,6 +13,8 @@ from types import TracebackType
 
 from serving.engine.request import Event, FinishReason, Usage
 
+Waiting = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
 
 class Stream:
     """Events of one request as they come; raises what went wrong, at once."""
@@ -20,7 +22,7 @@ class Stream:
     def __init__(self, cancel: "Callable[[Stream], None]") -> None:
         self._cancel = cancel
         self._changed = threading.Condition()
-        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._waiting: Waiting | None = None
         self._event: Event | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -89,7 +91,7 @@ class Stream:
 
     # --- the engine's side -------------------------------------------------------------------------------------
 
-    def _push(self, event: Event | None, error: BaseException | None) -> tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"] | None:
+    def _push(self, event: Event | None, error: BaseException | None) -> "Waiting | None":
         with self._changed:
             if self._closed:
                 return None

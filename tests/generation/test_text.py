@@ -1,5 +1,7 @@
 """Ids to text: whole characters only, exact when joined, stop strings wherever the tokens end."""
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ real_text = st.text(st.sampled_from("ab\n é漢😀"), max_size=40)
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = [0, *sorted(c % (len(ids) + 1) for c in cuts), len(ids)]
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(edges)]
 
 
 @given(any_ids, st.lists(st.integers(0, 100), max_size=8))
