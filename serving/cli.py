@@ -1,11 +1,18 @@
-"""The console script `pmi`: lm's commands, and later those of the service."""
+"""The console script `pmi`: lm's commands and those of the service."""
 
 import sys
 
 from lm.cli import app
 from lm.commands import run
+from serving.engine.cli import mount as mount_engine
+
+mount_engine(app)
 
 
 def main() -> None:
     """Entry point of `pmi`."""
     sys.exit(run(app))
+
+
+if __name__ == "__main__":
+    main()

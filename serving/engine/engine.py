@@ -34,7 +34,7 @@ from serving.engine.request import Event, FinishReason, Logprobs, Request
 from serving.engine.sequence import Sequence
 from serving.engine.slab import Slab, likeliest, next_logits
 from serving.engine.stream import Stream, deliver
-from serving.sessions.store import SessionStore, Status
+from serving.sessions.store import LEASE_SECONDS, SessionStore, Status
 
 FAILURES = 3
 """Steps in a row that may fail before the loop gives up."""
@@ -52,6 +52,8 @@ class EngineConfig:
     """Requests that may wait besides."""
     snapshot_segments: int = 32
     """While a long prompt is read into a session, a snapshot is stored every so many segments."""
+    lease: float = LEASE_SECONDS
+    """Seconds after which the sessions of an engine that has crashed are free again."""
     threads: int | None = None
     """Threads of torch (None: as they are)."""
 
@@ -268,7 +270,7 @@ class Engine:
         assert self.store is not None
         error: BaseException | None = None
         try:
-            open_session(self.checkpoint, self.store, self.owner, sequence)
+            open_session(self.checkpoint, self.store, self.owner, self.config.lease, sequence)
         except BaseException as problem:
             error = problem
         self._on_opened(sequence, error)

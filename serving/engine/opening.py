@@ -25,11 +25,11 @@ def open_new(checkpoint: Checkpoint, sequence: Sequence) -> None:
 
 
 @torch.inference_mode()
-def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, sequence: Sequence) -> None:
+def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, seconds: float, sequence: Sequence) -> None:
     """Take the request's session from the store: lease it, load its snapshot, line up its tail and the prompt."""
     request = sequence.request
     assert request.session is not None
-    lease = store.lease(request.tenant, request.session, owner)
+    lease = store.lease(request.tenant, request.session, owner, seconds)
     try:
         session = store.get(request.tenant, request.session)
         _check(checkpoint, session)

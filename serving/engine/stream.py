@@ -43,6 +43,11 @@ class Stream:
         assert found is not None
         return found
 
+    def waited(self, seconds: float) -> bool:
+        """Wait for something to take, so long at most; whether there is."""
+        with self._changed:
+            return self._changed.wait_for(self._ready, seconds)
+
     # --- the caller's side -------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Stream":
