@@ -197,6 +197,8 @@ class Page:
 
     sessions: list[Session]
     next: str | None
+    damaged: tuple[str, ...] = ()
+    """Those among them that cannot be read: see `verify`."""
 
 
 @dataclass(frozen=True)

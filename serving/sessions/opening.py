@@ -1,0 +1,56 @@
+"""Stores by URL: sqlite:///FILE or redis://HOST:PORT/DB."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from serving.sessions.base import BaseStore
+from serving.sessions.errors import InvalidError
+from serving.sessions.store import Limits
+
+DURABILITIES = ("full", "relaxed")
+FORMS = (
+    "sqlite:///FILE (sqlite:////absolute/FILE), sqlite:/// for the default file, or redis://HOST:PORT/DB?blobs=FOLDER&prefix=NAME"
+)
+
+
+def default_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """The database in the user's data folder."""
+    data = environment.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(data) / "pmi" / "sessions.db"
+
+
+def store_url(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """The URL given, else that in PMI_STORE, else the default."""
+    return given or environment.get("PMI_STORE") or "sqlite:///"
+
+
+def open_store(url: str | None = None, durability: str = "full", limits: Limits | None = None) -> BaseStore:
+    """The store at `url` (default: PMI_STORE, else the user's own file), made if it is not there. InvalidError, UnavailableError.
+
+    durability: relaxed lets the newest answers be lost when the machine (SQLite) or the server (Redis) crashes.
+    """
+    url = store_url(url)
+    if durability not in DURABILITIES:
+        raise InvalidError(f"durability {durability!r}: must be one of {', '.join(DURABILITIES)}")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InvalidError(f"store {url!r}: {error}; must be {FORMS}") from error
+    if parts.scheme == "sqlite" and not parts.netloc and parts.path.startswith("/") and not parts.query:
+        from serving.sessions.sqlite import SQLiteStore
+
+        path = Path(parts.path[1:]).expanduser() if parts.path[1:] else default_file()
+        return SQLiteStore(path, limits, durability)
+    if parts.scheme in ("redis", "rediss") and parts.hostname:
+        query = parse_qs(parts.query, keep_blank_values=True)
+        unknown = query.keys() - {"blobs", "prefix"}
+        if unknown:
+            raise InvalidError(f"store {url!r}: unknown {', '.join(sorted(unknown))}; must be {FORMS}")
+        from serving.sessions.redis import RedisStore
+
+        bare = parts._replace(query="").geturl()
+        blobs = Path(query["blobs"][0]).expanduser() if "blobs" in query else None
+        return RedisStore(bare, limits, durability, query.get("prefix", ["pmi"])[0], blobs)
+    raise InvalidError(f"store {url!r}: must be {FORMS}")
