@@ -153,12 +153,11 @@ class RedisStore(BaseStore):
         try:
             verdicts, freed = self._run("write", *values)
         except FullError:
-            self._discard(list(names.values()))
+            self._discard(names)
             raise
         if self._files is not None:
             self._files.remove(name.decode() for name in freed)
-        unused = [names[hash_] for hash_ in names if self._lost(hash_, writes, verdicts)]
-        self._discard(unused)
+        self._discard({hash_: name for hash_, name in names.items() if self._lost(hash_, writes, verdicts)})
         return [verdict.decode() for verdict in verdicts]
 
     def _lost(self, hash_: str, writes: Sequence[Write | ResponseWrite], verdicts: Sequence[bytes]) -> bool:
@@ -177,11 +176,15 @@ class RedisStore(BaseStore):
             self._try(self._redis.set, self._key("d", names[hash_]), data, ex=STAGED_SECONDS)
         return names
 
-    def _discard(self, names: Sequence[str]) -> None:
+    def _discard(self, names: dict[str, str]) -> None:
+        """Remove staged snapshots, by hash, that no write took."""
+        # the script may have run, and its answer been lost with the connection: then the snapshot belongs to a session by now
+        taken = {hash_: self._try(self._redis.hget, self._key("b", hash_), "name") for hash_ in names}
+        left = [name for hash_, name in names.items() if taken[hash_] != name.encode()]
         if self._files is not None:
-            self._files.remove(names)
-        elif names:
-            self._try(self._redis.delete, *(self._key("d", name) for name in names))
+            self._files.remove(left)
+        elif left:
+            self._try(self._redis.delete, *(self._key("d", name) for name in left))
 
     def drop(self, tenant: str, id: str) -> None:
         """See BaseStore."""

@@ -14,7 +14,7 @@ import torch
 from lm.generation.sampling import Sampling
 from lm.model.pretrained import Checkpoint, from_pretrained
 from serving.engine import Engine, EngineConfig, Request
-from serving.sessions.errors import BusyError, UnavailableError
+from serving.sessions.errors import BusyError, StaleError, UnavailableError
 from serving.sessions.opening import open_store
 from serving.sessions.store import LOCAL, SessionStore
 
@@ -67,7 +67,7 @@ def _session(engine: Engine, store: SessionStore, name: str, log: int) -> None:
             for event in engine.submit(request):
                 os.write(log, f"{name} {event.position} {' '.join(map(str, event.ids))}\n".encode())
             return
-        except (BusyError, UnavailableError):
+        except (BusyError, StaleError, UnavailableError):
             time.sleep(0.02)
 
 

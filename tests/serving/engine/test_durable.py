@@ -21,10 +21,12 @@ from lm.model.pretrained import save_pretrained
 from serving.engine import Engine, EngineConfig, EngineStoppedError, Request
 from serving.engine.opening import identity
 from serving.sessions.errors import BusyError, FullError, InvalidError, StaleError, UnavailableError
+from serving.sessions.opening import open_store
 from serving.sessions.sqlite import SQLiteStore
 from serving.sessions.store import LOCAL, Change, Lease, Outcome, Response, SessionStore, Settings
 from tests.serving.engine import child
 from tests.serving.engine.conftest import SEGMENT, checkpoint, greedy
+from tests.serving.sessions.conftest import RedisServer
 
 GREEDY = Sampling(temperature=0)
 
@@ -257,21 +259,29 @@ def test_an_engine_that_is_closed_leaves_sessions_whole_and_free(store: GatedSto
     assert list(history) == greedy(checkpoint(), [1], len(history))[0]
 
 
-def test_after_kill_9_at_any_moment_no_received_token_is_lost_and_the_text_is_as_if_never_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["sqlite", pytest.param("redis", marks=pytest.mark.needs("redis-server"))])
+def test_after_kill_9_at_any_moment_no_received_token_is_lost_and_the_text_is_as_if_never_interrupted(
+    backend: str, tmp_path: Path
+) -> None:
     found = checkpoint(1)
     save_pretrained(found.model, found.tokenizer, tmp_path / "model")
-    url = f"sqlite:///{tmp_path / 'sessions.db'}"
     expected = {name: [256, *prompt, *greedy(found, list(prompt), child.TOKENS)[0]] for name, prompt in child.PROMPTS.items()}
     assert min(min(greedy(found, list(p), child.TOKENS)[1]) for p in child.PROMPTS.values()) > 1e-4  # no ties to decide
-    store = SQLiteStore(tmp_path / "sessions.db")
-    create(store, *expected, seed=1)
-    kills = kill_until_done(tmp_path, url, store, expected, random.Random(7))
-    assert kills >= 4
-    store.close()
+    server = RedisServer(tmp_path / "redis") if backend == "redis" else None
+    url = server.url if server is not None else f"sqlite:///{tmp_path / 'sessions.db'}"
+    try:
+        with closing(open_store(url)) as store:
+            create(store, *expected, seed=1)
+            assert kill_until_done(tmp_path, url, store, expected, random.Random(7), server) >= 4
+    finally:
+        if server is not None:
+            server.kill()
 
 
-def kill_until_done(folder: Path, url: str, store: SessionStore, expected: dict[str, list[int]], dice: random.Random) -> int:
-    """Start the child and kill it at random moments until all sessions are complete; checks them after every kill."""
+def kill_until_done(
+    folder: Path, url: str, store: SessionStore, expected: dict[str, list[int]], dice: random.Random, server: RedisServer | None
+) -> int:
+    """Start the child and kill it (or the server, or both) at random moments; checks all sessions after every kill."""
     log = folder / "received"
     log.touch()
     command = [sys.executable, "-m", "tests.serving.engine.child", str(folder / "model"), url, str(log)]
@@ -291,6 +301,11 @@ def kill_until_done(folder: Path, url: str, store: SessionStore, expected: dict[
             give_up = time.monotonic() + patience
             while log.stat().st_size == seen and not ended.is_set() and time.monotonic() < give_up:
                 time.sleep(0.001)
+            if server is not None and attempt < 30 and not ended.wait(dice.random() * 0.05) and dice.random() < 0.6:
+                server.kill()  # the engine goes on when it is back
+                kills += 1
+                time.sleep(dice.random() * 0.05)
+                server.start()
             if not ended.wait(dice.random() * 0.08 if attempt < 30 else 60):
                 kills += 1
                 os.kill(pid, signal.SIGKILL)
