@@ -201,7 +201,7 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
             again.append(time.perf_counter() - began)
     slow = statistics.median(again)
     table = Table("history", "first token, ms", "over the shortest", "GPT-2 reading 8,192 again is slower by",
-                  title=f"{args.preset}, {args.threads} threads, {replayed:.0f} tokens replayed; GPT-2: {slow:.2f} s")  # fmt: skip
+                  title=f"{args.preset}, {args.threads} threads, {replayed:.0f} replayed; GPT-2: {slow:.2f} s")  # fmt: skip
     for length in histories:
         median = statistics.median(seconds[length])
         flat = ratio(seconds[histories[0]], seconds[length])

@@ -103,6 +103,13 @@ class Write:
     history: HistoryWrite | None = None
     response: ResponseWrite | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether only the head changes: ids were appended, and nothing else."""
+        old, record = self.old, self.record
+        same = old is not None and record is not None and record.boundaries is old.record.boundaries
+        return same and self.history is None and self.response is None
+
     def blob(self) -> tuple[str, bytes] | None:
         """Hash and bytes of the snapshot that it brings along."""
         if self.snapshot is None or self.record is None:
@@ -111,6 +118,8 @@ class Write:
 
     def references(self) -> dict[str, int]:
         """By how much the count of references to each snapshot changes."""
+        if self.old is not None and self.record is not None and self.record.boundaries is self.old.record.boundaries:
+            return {}
         after = {} if self.record is None else dict(self.record.snapshots())
         for hash_, count in ({} if self.old is None else self.old.record.snapshots()).items():
             after[hash_] = after.get(hash_, 0) - count
@@ -553,7 +562,7 @@ class BaseStore(ABC):
                     key = (write.tenant, write.id)
                     self._rows.pop(key, None)
                     if verdict == "made" and write.record is not None and write.seconds is not None and write.old is not None:
-                        self._remember(key, replace(write.old, record=write.record, until=self.clock() + write.seconds))
+                        self._remember(key, Row(write.record, write.old.fence, write.old.owner, self.clock() + write.seconds))
         for write, verdict in zip(writes, verdicts, strict=True):
             response = write.response if isinstance(write, Write) else write
             if response is not None:

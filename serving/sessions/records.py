@@ -59,7 +59,11 @@ def unseal(data: bytes | None, what: str) -> bytes:
 
 def seal_json(value: Mapping[str, Any], rest: bytes) -> bytes:
     """A mapping and bytes behind it, sealed."""
-    text = json.dumps(value, separators=(",", ":")).encode()
+    return seal_text(json.dumps(value, separators=(",", ":")).encode(), rest)
+
+
+def seal_text(text: bytes, rest: bytes) -> bytes:
+    """JSON and bytes behind it, sealed."""
     return seal(struct.pack("<I", len(text)) + text + rest)
 
 
@@ -145,20 +149,14 @@ class Record:
 
     def head(self) -> bytes:
         """The small part, sealed."""
-        return seal_json(
-            {
-                "format": FORMAT,
-                "settings": {**vars(self.settings), "sampling": dict(self.settings.sampling)},
-                "version": self.version,
-                "turn": self.turn,
-                "stream": self.stream,
-                "parent": self.parent,
-                "created": self.created,
-                "updated": self.updated,
-                "boundary": self.boundary,
-            },
-            self.tail,
+        # by hand: this is written for every session at every commit
+        parent = "null" if self.parent is None else json.dumps(self.parent)
+        text = (
+            f'{{"format":{FORMAT},"settings":{self.settings.text},"version":{self.version},"turn":{self.turn},'
+            f'"stream":{self.stream},"parent":{parent},"created":{self.created!r},"updated":{self.updated!r},'
+            f'"boundary":{self.boundary}}}'
         )
+        return seal_text(text.encode(), self.tail)
 
     def bounds(self) -> bytes:
         """The boundaries, sealed."""
@@ -257,9 +255,8 @@ def advance(record: Record, change: Change, now: float) -> tuple[Record, History
             history = HistoryWrite(present.position, (seal(closed.ids),))
     if change.turn or change.snapshot is not None:
         boundaries = _prune(boundaries, turn, record.settings.retain)
-    return replace(
-        record, version=record.version + 1, turn=turn, updated=now, tail=tail, boundaries=boundaries
-    ), history  # fmt: skip
+    kept = (record.stream, record.parent, record.created)  # not `replace`, which is slow: this runs for every token
+    return Record(record.settings, record.version + 1, turn, *kept, now, tail, boundaries), history
 
 
 def applied(record: Record, change: Change) -> bool:

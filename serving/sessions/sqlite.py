@@ -179,6 +179,9 @@ class SQLiteStore(BaseStore):
                     if isinstance(write, ResponseWrite):
                         verdicts.append("made" if self._write_response(db, write) else "response")
                         continue
+                    if write.plain:  # one statement is all or nothing by itself
+                        verdicts.append(self._write_one(db, write, sized, names, used, freed))
+                        continue
                     db.execute("SAVEPOINT one")
                     verdict = self._write_one(db, write, sized, names, used, freed)
                     if verdict != "made":
