@@ -190,7 +190,7 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
             for length in histories:  # each time from a fork, so that all rounds find the same session
                 store.fork(LOCAL, f"h{length}", f"h{length}-{number}")
                 seconds[length].append(first_token(engine, f"h{length}-{number}"))
-        replayed = engine.counters.replayed / engine.counters.resumed
+        replayed = engine.counters.replayed / engine.counters.opened
     config_ = model.config
     peer = gpt2(config_, positions=8_192 + 1).eval()
     again = []

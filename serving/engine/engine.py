@@ -18,6 +18,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class EngineConfig:
     """Seconds after which the sessions of an engine that has crashed are free again."""
     threads: int | None = None
     """Threads of torch (None: as they are)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the decoder computes in (the memory stays float32). bfloat16 turns the checkpoint's weights, for good."""
 
 
 @dataclass
@@ -68,8 +71,8 @@ class Counters:
     """Ids of prompts that were read."""
     replayed: int = 0
     """Ids of tails that were read again to resume sessions: at most a segment for each."""
-    resumed: int = 0
-    """Sessions resumed."""
+    opened: int = 0
+    """Sessions taken from the store."""
     failures: int = 0
     """Steps in which the model failed."""
 
@@ -79,6 +82,8 @@ class Engine:
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig | None = None, store: SessionStore | None = None) -> None:
         self.checkpoint, self.config, self.store = checkpoint, config or EngineConfig(), store
+        if self.config.dtype == "bfloat16":
+            checkpoint.model.compute_in(torch.bfloat16)
         self.counters = Counters()
         self.owner = f"engine-{uuid.uuid4().hex[:12]}"
         self._segment = checkpoint.model.config.segment
@@ -245,7 +250,7 @@ class Engine:
                     self.journal.hold(sequence)
                 if call is None and sequence.finish is None:
                     self._reading.append(sequence)
-                    self.counters.resumed += 1
+                    self.counters.opened += 1
                     self.counters.replayed += sequence.stream.usage.replayed
                 else:
                     self._conclude(sequence, call or sequence.finish or "cancelled")
