@@ -43,10 +43,10 @@ def test_every_commands_help_shows_a_worked_example(path: list[str], capsys: pyt
 
 
 def test_every_mistake_in_the_flags_is_named_at_once() -> None:
-    result = pmi("certify", "--segments", "3", "--seed", "x")
+    result = pmi("certify", "--segments", "3", "--seed", "x", "--sped=1", "--colour")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
-    for part in "CHECKPOINT", "--segments", "'3'", "--seed", "'x'", "pmi certify --help":
+    for part in "CHECKPOINT", "--segments", "'3'", "--seed", "'x'", "--sped", "--colour", "pmi certify --help":
         assert part in result.stderr
 
 
@@ -57,6 +57,10 @@ def test_every_mistake_in_the_flags_is_named_at_once() -> None:
         (
             ["model", "show", "tiny", "--set", "layers=x", "--set", "memory.top_k=0", "--set", "speed=3"],
             ["layers", "'x'", "top_k", "speed"],
+        ),
+        (
+            ["model", "show", "tiny", "--set", "layers=x", "--set", "heads=7", "--set", "memory.correction=true"],
+            ["layers", "'x'", "heads: 7 does not divide"],
         ),
         (["model", "show", "tiny", "--set", "heads=7"], ["7 does not divide width 64", "[1, 2, 4, 8, 16, 32, 64]"]),
         (["model", "show", "tiny", "--set", "memory.read=working", "--set", "memory.correction=true"], ["read: both"]),

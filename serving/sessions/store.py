@@ -10,10 +10,8 @@ A session is the snapshot at its boundary + its tail (the ids since). Position c
 [boundary, position). Version rises by one with every change. All methods may be called from any thread and any process.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from serving.sessions.errors import StoreError
@@ -52,11 +50,6 @@ class Settings:
     """Also keep every id ever read, so that the session can be migrated to another model. Grows with the text: 4 bytes each."""
     ttl: float | None = None
     """Seconds after the last change until it may be evicted (None: the store's default)."""
-
-    @cached_property
-    def text(self) -> str:
-        """As JSON; made once, for it stands in every row that is written."""
-        return json.dumps({**asdict(self), "sampling": dict(self.sampling)}, separators=(",", ":"))
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from lm.model.pretrained import save_pretrained
 from serving.engine import Engine, EngineConfig, EngineStoppedError, Request
 from serving.engine.opening import identity
 from serving.sessions.errors import BusyError, FullError, InvalidError, StaleError, UnavailableError
+from serving.sessions.local_redis import LocalRedis
 from serving.sessions.opening import open_store
 from serving.sessions.sqlite import SQLiteStore
 from serving.sessions.store import LOCAL, Change, Lease, Outcome, Response, SessionStore, Settings
 from tests.serving.engine import child
 from tests.serving.engine.conftest import SEGMENT, checkpoint, greedy
-from tests.serving.sessions.conftest import RedisServer
 
 GREEDY = Sampling(temperature=0)
 
@@ -266,7 +266,7 @@ def test_after_kill_9_at_any_moment_no_received_token_is_lost_and_the_text_is_as
     save_pretrained(found.model, found.tokenizer, tmp_path / "model")
     expected = {name: [256, *prompt, *greedy(found, list(prompt), child.TOKENS)[0]] for name, prompt in child.PROMPTS.items()}
     assert min(min(greedy(found, list(p), child.TOKENS)[1]) for p in child.PROMPTS.values()) > 1e-4  # no ties to decide
-    server = RedisServer(tmp_path / "redis") if backend == "redis" else None
+    server = LocalRedis(tmp_path / "redis") if backend == "redis" else None
     url = server.url if server is not None else f"sqlite:///{tmp_path / 'sessions.db'}"
     try:
         with closing(open_store(url)) as store:
@@ -278,7 +278,7 @@ def test_after_kill_9_at_any_moment_no_received_token_is_lost_and_the_text_is_as
 
 
 def kill_until_done(
-    folder: Path, url: str, store: SessionStore, expected: dict[str, list[int]], dice: random.Random, server: RedisServer | None
+    folder: Path, url: str, store: SessionStore, expected: dict[str, list[int]], dice: random.Random, server: LocalRedis | None
 ) -> int:
     """Start the child and kill it (or the server, or both) at random moments; checks all sessions after every kill."""
     log = folder / "received"
