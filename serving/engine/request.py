@@ -50,8 +50,7 @@ class Logprobs(NamedTuple):
     likeliest: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Some generated tokens; the last event of a stream says why it ended."""
 
     position: int
