@@ -59,7 +59,8 @@ def generate(
     A --file whose reading was interrupted goes on where it stopped.
     """
     from lm.model.pretrained import from_pretrained, resolve_device
-    from serving.engine.engine import Engine, EngineConfig
+    from serving.engine.config import EngineConfig
+    from serving.engine.engine import Engine
     from serving.engine.request import Request
     from serving.sessions.opening import open_store
     from serving.sessions.store import LOCAL

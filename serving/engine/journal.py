@@ -70,6 +70,7 @@ class Journal:
         self._steps: queue.Queue[list[Entry] | None] = queue.Queue(AHEAD)
         self._held: dict[Sequence, float] = {}  # leases to be prolonged, and when they last were
         self._lock = threading.Lock()
+        self._beating = True
         self.transactions, self.snapshots, self.seconds = 0, 0, 0.0
         """For measuring: transactions made, snapshots in them, seconds of this thread's work (not of its waiting)."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -85,6 +86,10 @@ class Journal:
         """Keep this sequence's lease alive until its last entry."""
         with self._lock:
             self._held[sequence] = time.monotonic()
+
+    def abandon(self) -> None:
+        """Prolong no leases any more: the loop is dead, and another engine shall have the sessions."""
+        self._beating = False
 
     def write(self, entries: list[Entry]) -> None:
         """Commit and deliver `entries` soon; waits only if the store is several steps behind."""
@@ -200,7 +205,7 @@ class Journal:
             due = [s for s, last in self._held.items() if s.lease is not None and now - last > s.lease.seconds / 4]
             for sequence in due:
                 self._held[sequence] = now
-        if not due:
+        if not due or not self._beating:
             return
         try:
             outcomes = self.store.heartbeat([s.lease for s in due if s.lease is not None])

@@ -258,6 +258,25 @@ def test_an_engine_that_is_closed_leaves_sessions_whole_and_free(store: GatedSto
     assert list(history) == greedy(checkpoint(), [1], len(history))[0]
 
 
+def test_the_sessions_of_an_engine_whose_loop_died_are_soon_free_for_another(
+    store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(store, "s")
+    dead = Engine(checkpoint(), EngineConfig(lanes=1, lease=0.3), store)
+    stream = dead.submit(Request([1], 10**6, GREEDY, session="s"))
+    assert stream.waited(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_decode", lambda self: 1 / 0)
+        with pytest.raises(EngineStoppedError, match="ZeroDivisionError"):
+            stream.result()
+    time.sleep(0.6)  # the process lives on, and so does its journal
+    with Engine(checkpoint(), EngineConfig(lanes=1), store) as other:
+        assert len(other.submit(Request([], 3, GREEDY, session="s")).result().ids) == 3
+    history = store.history(LOCAL, "s")[2:]
+    assert list(history) == greedy(checkpoint(), [1], len(history))[0]
+    dead.close()
+
+
 @pytest.mark.parametrize("backend", ["sqlite", pytest.param("redis", marks=pytest.mark.needs("redis-server"))])
 def test_after_kill_9_at_any_moment_no_received_token_is_lost_and_the_text_is_as_if_never_interrupted(
     backend: str, tmp_path: Path
