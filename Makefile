@@ -42,5 +42,8 @@ bench-training: setup
 bench-evaluation: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.evaluation
 
+bench-engine: setup
+	$(BIN)/python -m benchmarks.engine
+
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

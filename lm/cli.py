@@ -102,35 +102,6 @@ def certify(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: pmi generate --checkpoint runs/demo/model --prompt 'The whale' --tokens 200")
-def generate(
-    checkpoint: Annotated[Path, typer.Option(help="A model folder.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, typer.Option(help="How many tokens to generate.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; higher is wilder.", min=0, max=100)] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only.", min=1)] = None,
-    seed: Seed = 0,
-    device: Device = "auto",
-) -> None:
-    """Continue a text, streaming to the terminal."""
-    from lm.generation.sample import stream
-    from lm.model.pretrained import from_pretrained, resolve_device
-
-    with collecting() as problems:
-        with noting(problems):
-            target = resolve_device(device)
-        if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
-            problems.append(f"--prompt {prompt!r}: not valid UTF-8; give text")
-        with noting(problems):
-            loaded = from_pretrained(checkpoint)
-    loaded.model.to(target)
-    sys.stdout.write(prompt)
-    for piece in stream(loaded, prompt, tokens, temperature, top_k, seed):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-
-
 @app.command(epilog="Example: pmi demo --out runs/demo")
 def demo(
     out: Annotated[Path, typer.Option(help="Where the run goes; the model is left in OUT/model.")] = Path("runs/demo"),

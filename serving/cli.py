@@ -1,11 +1,13 @@
-"""The console script `pmi`: lm's commands, and later those of the service."""
+"""The console script `pmi`: lm's commands and those of the service."""
 
 import sys
 
 from lm.cli import app
 from lm.commands import run
+from serving.engine.cli import mount as mount_engine
 from serving.sessions.cli import app as sessions_app
 
+mount_engine(app)
 app.add_typer(sessions_app, name="sessions")
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lm.cli import app
 from lm.commands import run
+from serving.cli import app
 
 
 def pmi(*args: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
-    return subprocess.run([sys.executable, "-m", "lm", *args], capture_output=True, text=True, env=env, check=False)
+    return subprocess.run([sys.executable, "-m", "serving.cli", *args], capture_output=True, text=True, env=env, check=False)
 
 
 def commands() -> list[list[str]]:
@@ -109,7 +109,7 @@ def test_the_demo_trains_saves_and_generates(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_reader_that_goes_away_and_a_file_that_cannot_be_written_give_no_traceback(tmp_path: Path) -> None:
     assert run(app, ["demo", "--out", str(tmp_path), "--steps", "1"]) == 0
-    command = [sys.executable, "-m", "lm", "generate", "--checkpoint", str(tmp_path / "model"), "--tokens", "3000"]
+    command = [sys.executable, "-m", "serving.cli", "generate", "--checkpoint", str(tmp_path / "model"), "--tokens", "3000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.read(20)

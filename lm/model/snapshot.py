@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
+from lm.model.checks import finite
 from lm.model.decoder import PMI
 from lm.model.memory import memory_shapes
-from lm.model.state import State, named_tensors, raw_bytes
+from lm.model.state import State, map_tensors, named_tensors, raw_bytes
 
 FORMAT = 1
 """Version of the snapshot's layout."""
 MAX_POSITION = 2**62
 HEADER_BYTES = 512
 """More than what the header needs for one tensor, or for what it says of the snapshot."""
+
+
+_KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class SnapshotError(ValueError):
@@ -44,26 +48,50 @@ def sizes(model: PMI) -> tuple[int, int]:
     return 4 * per_memory * model.initial_memory.count, window * model.norm.weight.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Captured:
+    """What a snapshot keeps of a lane, copied out of the state: `encode` may run later, in another thread."""
+
+    tensors: dict[str, Tensor]
+    position: int
+
+
 def dump(model: PMI, state: State, lane: int, identity: Identity) -> bytes:
     """The snapshot of one lane; it must be at a segment boundary."""
+    return encode(capture(model, state, lane), identity)
+
+
+def capture(model: PMI, state: State, lane: int) -> Captured:
+    """The quick half of `dump`: a copy of what belongs into the snapshot."""
     position = int(state.position[lane])
     if position % model.config.segment:
         raise SnapshotError(
             f"lane {lane} is at position {position}, inside a segment of {model.config.segment}; snapshots are for boundaries"
         )
-    tensors = {name: x.detach().cpu().contiguous() for name, x in _parts(model, state.select([lane])).items()}
-    bad = [name for name, x in tensors.items() if not bool(x.isfinite().all())]
+    view = map_tensors(lambda x: x[lane : lane + 1], state)
+    copies = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in _parts(model, view).items()}
+    return Captured(copies, position)
+
+
+def encode(captured: Captured, identity: Identity) -> bytes:
+    """The other half of `dump`: the bytes."""
+    tensors, position = captured.tensors, captured.position
+    bad = [name for name, x in tensors.items() if not finite(x)]
     if bad:
-        raise SnapshotError(f"lane {lane} is not finite in {', '.join(bad[:4])}; nothing was written")
+        raise SnapshotError(f"the state at position {position} is not finite in {', '.join(bad[:4])}; nothing was written")
+    return _bytes(tensors, position, _checksum(tensors, position), identity)
+
+
+def _bytes(tensors: dict[str, Tensor], position: int, checksum: str, identity: Identity) -> bytes:
     about = {
         "format": str(FORMAT),
         "model": identity.model,
         "tokenizer": identity.tokenizer,
         "position": str(position),
-        "checksum": _checksum(tensors, position),
+        "checksum": checksum,
     }
     # one entry: safetensors writes several in no fixed order, and the same content must give the same bytes
-    return bytes(save(tensors, {"snapshot": json.dumps(about, sort_keys=True)}))
+    return _safetensors(tensors, {"snapshot": json.dumps(about, sort_keys=True)})
 
 
 def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
@@ -100,16 +128,30 @@ def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
         if x.shape != wanted[name].shape or x.dtype != wanted[name].dtype:
             mine = f"{wanted[name].dtype} {list(wanted[name].shape)}"
             raise SnapshotError(f"{name} is {x.dtype} {list(x.shape)}, this model's is {mine}")
-        if not bool(x.isfinite().all()):
+        if not finite(x):
             raise SnapshotError(f"{name} holds values that are not finite")
     if metadata.get("checksum") != _checksum(tensors, position):
         raise SnapshotError("the snapshot's checksum does not match its contents")
+    if _bytes(tensors, position, metadata["checksum"], identity) != data:
+        raise SnapshotError("the snapshot's content is sound, but not in the form that this version writes: it was tampered with")
     for name, x in _parts(model, blank).items():
         x.detach().copy_(tensors[name])
-    state = blank._replace(position=torch.full_like(blank.position, position)).detach()
-    if dump(model, state, 0, identity) != data:
-        raise SnapshotError("the snapshot's content is sound, but not in the form that this version writes: it was tampered with")
-    return state
+    return blank._replace(position=torch.full_like(blank.position, position)).detach()
+
+
+def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """The bytes that `safetensors.torch.save` gives (a test compares), with one copy instead of three."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name in order:
+        x = tensors[name]
+        kind = _KINDS[x.dtype]
+        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [offset, offset + x.nbytes]}
+        offset += x.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(raw_bytes(tensors[name]) for name in order)])
 
 
 def _parts(model: PMI, state: State) -> dict[str, Tensor]:

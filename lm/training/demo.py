@@ -14,7 +14,8 @@ from lm.config import DemoConfig, load_config, load_model_config
 from lm.data.lanes import Lanes
 from lm.data.prepare import Request, prepare
 from lm.data.prepared import Prepared, open_prepared
-from lm.generation.sample import stream
+from lm.generation.sampling import Sampling
+from lm.generation.stream import stream
 from lm.model import PMI
 from lm.model.pretrained import Checkpoint, fingerprint, save_pretrained
 from lm.training.loop import Batch, Step, train
@@ -81,7 +82,7 @@ def run(out: Path, steps: int | None, device: torch.device, console: Console) ->
     checkpoint = Checkpoint(model, data.tokenizer, fingerprint(model))
     console.rule("a sample")
     console.print(config.prompt, end="", style="bold", markup=False, highlight=False)
-    for piece in stream(checkpoint, config.prompt, tokens=400, temperature=0.7, seed=config.seed):
+    for piece in stream(checkpoint, config.prompt, tokens=400, sampling=Sampling(temperature=0.7, seed=config.seed)):
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.rule()

@@ -8,7 +8,7 @@ from lm.config import EvaluationConfig, ModelConfig
 from lm.data.lanes import Lanes
 from lm.data.prepared import Prepared
 from lm.data.tokenizer import Tokenizer
-from lm.generation.sample import stream
+from lm.generation.stream import stream
 from lm.model import PMI, State
 from lm.model.pretrained import Checkpoint
 from lm.training.backends import Backend
@@ -58,5 +58,5 @@ def sample(backend: Backend, config: EvaluationConfig, model: ModelConfig, token
             value = weights.get(name)
             if value is not None:
                 parameter.copy_(value)
-    pieces = stream(Checkpoint(copy.eval(), tokenizer, ""), config.prompt, config.sample, seed=0)
+    pieces = stream(Checkpoint(copy.eval(), tokenizer, ""), config.prompt, config.sample)
     return config.prompt + "".join(islice(pieces, config.sample))

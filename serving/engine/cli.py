@@ -1,0 +1,198 @@
+"""`pmi generate`: continue a text, streaming to the terminal; with --session where the last call stopped, in any process."""
+
+import hashlib
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lm.commands import Commands, stderr
+from lm.errors import UserError, collecting, noting
+
+if TYPE_CHECKING:
+    from lm.generation.sampling import Sampling
+    from lm.model.pretrained import Checkpoint
+    from serving.engine.request import Request
+    from serving.engine.stream import Stream
+    from serving.sessions.store import Session, SessionStore
+
+EXAMPLE = "Example: pmi generate --checkpoint runs/demo/model --session ada --prompt 'The whale' --tokens 200"
+
+
+def mount(app: Commands) -> None:
+    """Add the command to `app`."""
+    app.command(epilog=EXAMPLE)(generate)
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Option(help="A model folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    file: Annotated[Path | None, typer.Option(help="A text to read before the prompt; may be long.")] = None,
+    session: Annotated[str | None, typer.Option(help="Go on with the session of this name, or begin it.")] = None,
+    store: Annotated[str | None, typer.Option(help="Where sessions are (default: PMI_STORE, else your data folder).")] = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens to generate; 0 only reads into the session.", min=0)] = 200,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token; higher is wilder (default 0.8).", min=0, max=100)
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only (0: all).", min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability.", min=0, max=1)] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Leave out tokens below this share of the likeliest one.", min=0, max=1)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: tokens among the last 256 come less.", min=0.01, max=100)
+    ] = None,
+    stop: Annotated[list[str], typer.Option(help="A string that ends the text; may be repeated.")] = [],  # noqa: B006
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the draws (default: the session's, else 0).", min=0, max=2**63 - 1)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")] = "auto",
+) -> None:
+    """Continue a text, streaming to the terminal.
+
+    With --session the text goes on where the last call stopped, in another process too.
+
+    The sampling flags of its first call are the session's defaults.
+
+    A --file whose reading was interrupted goes on where it stopped.
+    """
+    from lm.model.pretrained import from_pretrained, resolve_device
+    from serving.engine.config import EngineConfig
+    from serving.engine.engine import Engine
+    from serving.engine.request import Request
+    from serving.sessions.opening import open_store
+    from serving.sessions.store import LOCAL
+
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    given = {key: value for key, value in (given | {"repetition_penalty": repetition_penalty}).items() if value is not None}
+    text, opened = "", None
+    with collecting() as problems:
+        with noting(problems):
+            target = resolve_device(device)
+        with noting(problems):
+            text = _text(file)
+        if tokens == 0 and session is None:
+            problems.append("--tokens 0: only reads, which needs a --session to keep it in; give one, or 1 or more tokens")
+        if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+            problems.append(f"--prompt {prompt!r}: not valid UTF-8; give text")
+        with noting(problems):
+            sampling = _sampling(given)
+        with noting(problems):
+            loaded = from_pretrained(checkpoint)
+        if session is not None:
+            with noting(problems):
+                opened = open_store(store)
+    loaded.model.to(target)
+    ids = loaded.tokenizer.encode(text + prompt)
+    request = Request(ids, tokens, sampling, stop=tuple(stop), session=session, tenant=LOCAL)
+    try:
+        if opened is not None and session is not None:
+            present = _session(opened, session, loaded, given)
+            request = _with_session(opened, present, request, given, resumable=file is not None)
+        with Engine(loaded, EngineConfig(lanes=1, queue=1), opened) as engine, engine.submit(request) as stream:
+            if file is not None:
+                _follow(stream, len(request.prompt))
+            sys.stdout.write(prompt)
+            for event in stream:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+        if opened is not None and session is not None:
+            usage, now = stream.usage, opened.get(LOCAL, session)
+            stderr.print(
+                f"session {session}: {now.position:,} tokens, {now.bytes:,} bytes; "
+                f"seed {usage.seed}, {usage.replayed} tokens replayed to resume",
+                style="dim",
+            )  # fmt: skip
+    finally:
+        if opened is not None:
+            opened.close()
+
+
+def _text(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"--file {file}: no such file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--file {file}: not UTF-8 text (byte {error.start}); convert it first") from error
+    except OSError as error:
+        raise UserError(f"--file {file}: cannot be read: {error.strerror}") from error
+
+
+def _sampling(values: dict[str, Any]) -> "Sampling":
+    from lm.generation.sampling import Sampling
+
+    try:
+        return Sampling(**values).checked()
+    except UserError as error:
+        raise UserError(
+            f"--{problem.replace('_', '-', problem.split(':')[0].count('_'))}" for problem in error.problems
+        ) from error
+
+
+def _session(store: "SessionStore", name: str, checkpoint: "Checkpoint", given: dict[str, Any]) -> "Session":
+    """The session, made if it is not there."""
+    from serving.engine.opening import identity
+    from serving.sessions.errors import NotFoundError
+    from serving.sessions.store import LOCAL, Settings
+
+    try:
+        return store.get(LOCAL, name)
+    except NotFoundError:
+        mine = identity(checkpoint)
+        defaults = {key: value for key, value in given.items() if key != "seed"}
+        settings = Settings(
+            mine.model, mine.tokenizer, checkpoint.model.config.segment, seed=given.get("seed", 0), sampling=defaults
+        )  # fmt: skip
+        return store.create(LOCAL, name, settings)
+
+
+def _with_session(
+    store: "SessionStore", session: "Session", request: "Request", given: dict[str, Any], resumable: bool
+) -> "Request":
+    """The request with the session's defaults, recorded so that a long text can be read on after an interruption."""
+    from dataclasses import replace
+
+    from serving.sessions.errors import ConflictError
+    from serving.sessions.store import LOCAL, Response
+
+    known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+    defaults = {key: value for key, value in session.settings.sampling.items() if key in known}
+    request = replace(request, sampling=_sampling(defaults | {"seed": session.settings.seed} | given))
+    if not resumable:
+        return request
+    digest = hashlib.sha256(repr((session.id, list(request.prompt))).encode()).hexdigest()
+    fresh = Response(LOCAL, uuid.uuid4().hex, session.id, f"generate:{digest}", digest, {}, session.position)
+    try:
+        found, new = store.begin(fresh)
+    except ConflictError:
+        return request
+    if new:
+        return replace(request, response=found.id)
+    done = session.position - found.start - (found.start == 0)  # BOS stands before the first id of a session
+    if found.status in ("running", "interrupted") and not found.ids and 0 < done < len(request.prompt):
+        stderr.print(f"going on behind the {done:,} tokens that were read before", style="dim")
+        return replace(request, prompt=request.prompt[done:], response=found.id, turn=False)
+    return request
+
+
+def _follow(stream: "Stream", total: int) -> None:
+    """A progress bar until the prompt is read."""
+    import time
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
+        task, told = progress.add_task("reading", total=total), time.monotonic()
+        while not stream.waited(0.2):
+            progress.update(task, completed=stream.usage.read)
+            if not stderr.is_terminal and time.monotonic() - told > 10:
+                told = time.monotonic()
+                stderr.print(f"reading: {stream.usage.read:,} of {total:,} tokens")
+        progress.update(task, completed=total)

@@ -1,0 +1,82 @@
+"""From a request to a sequence that can be read: a new text, or a session taken from the store under a lease."""
+
+import torch
+
+from lm.generation.sampling import RECENT, Batch, last_ids
+from lm.generation.text import TextStream
+from lm.model.pretrained import Checkpoint
+from lm.model.snapshot import Identity, SnapshotError, load_snapshot
+from serving.engine.request import CHOICE_STREAM, Usage
+from serving.engine.sequence import Sequence
+from serving.sessions.errors import DamagedError, InvalidError
+from serving.sessions.store import Session, SessionStore
+
+
+def identity(checkpoint: Checkpoint) -> Identity:
+    """What snapshots made with this checkpoint belong to."""
+    return Identity(checkpoint.fingerprint, checkpoint.tokenizer.fingerprint())
+
+
+@torch.inference_mode()
+def open_new(checkpoint: Checkpoint, sequence: Sequence) -> None:
+    """Prepare a sequence without a session: BOS, then the prompt."""
+    sequence.state = checkpoint.model.initial_state(1)
+    _prepare(checkpoint, sequence, (), (), 0, sequence.request.sampling.stream)
+
+
+@torch.inference_mode()
+def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, seconds: float, sequence: Sequence) -> None:
+    """Take the request's session from the store: lease it, load its snapshot, line up its tail and the prompt."""
+    request = sequence.request
+    assert request.session is not None
+    lease = store.lease(request.tenant, request.session, owner, seconds)
+    try:
+        session = store.get(request.tenant, request.session)
+        _check(checkpoint, session)
+        data = store.snapshot(session)
+        try:
+            mine = identity(checkpoint)
+            sequence.state = checkpoint.model.initial_state(1) if data is None else load_snapshot(checkpoint.model, data, mine)
+        except SnapshotError as error:
+            raise DamagedError(
+                f"session {session.id!r}: {error}; it was made with another dtype, or `pmi sessions verify` finds more"
+            ) from error
+        sequence.position = session.boundary
+        _prepare(checkpoint, sequence, session.recent, session.tail, session.position, session.stream)
+    except BaseException:
+        store.release([lease])
+        raise
+    sequence.lease = lease
+
+
+def _check(checkpoint: Checkpoint, session: Session) -> None:
+    mine = identity(checkpoint)
+    for name, theirs, ours in (
+        ("model", session.settings.model, mine.model),
+        ("tokenizer", session.settings.tokenizer, mine.tokenizer),
+    ):
+        if theirs != ours:
+            raise InvalidError(
+                f"session {session.id!r} belongs to {name} {theirs}, this checkpoint's is {ours}; "
+                "use the checkpoint it was made with, or `pmi sessions migrate`"
+            )
+
+
+def _prepare(
+    checkpoint: Checkpoint, sequence: Sequence, before: tuple[int, ...], tail: tuple[int, ...], position: int, stream: int
+) -> None:
+    """`before`, `tail`: the last ids before the state and those behind it; `position`: of the first new id."""
+    request, tokenizer = sequence.request, checkpoint.tokenizer
+    prompt = [*([] if position else [tokenizer.bos]), *request.prompt]
+    known = [*before, *tail, *prompt[-RECENT:]]
+    sequence.unread = [*tail, *prompt]
+    sequence.unwritten, sequence.journalled = prompt, position
+    sampling = request.sampling.replace(stream=stream + CHOICE_STREAM * request.choice)
+    device = checkpoint.model.device
+    sequence.settings = Batch.of([sampling], device)
+    sequence.recent = last_ids(known, position + len(prompt), device)[None]
+    if request.text:
+        own = len(request.continued)
+        sequence.text = TextStream(tokenizer, request.stop, known[max(0, len(known) - own - RECENT) : len(known) - own])
+        sequence.text.feed(request.continued)
+    sequence.stream.usage = Usage(position, len(prompt), 0, len(tail), 0, sampling.seed, sampling.stream)
