@@ -3,7 +3,7 @@
     python -m benchmarks.babilong --facts babi_en-valid-10k.tar.xz --text test.tar.xz --preset tiny --tokens 1000000
 
 Both read stretches of the same length in turns: the session path a sample from disk, in calls of 16 segments, with state carried,
-ending with a greedy answer; the model alone random ids in memory, in calls of the same size, with state carried, logits of nothing.
+ending with a greedy answer; the model alone random ids in memory, in calls of the same size, state carried, logits of nothing.
 """
 
 import argparse

@@ -18,7 +18,8 @@ from lm.evaluation.corpus import InMemory, Item
 from lm.evaluation.stream import CALL_TOKENS, HEAD_SCORES, Watch, evaluate
 from lm.evaluation.tally import Outcome
 from lm.evaluation.variants import variant
-from lm.generation.sample import stream
+from lm.generation.sampling import Sampling
+from lm.generation.stream import stream
 from lm.model.pretrained import Checkpoint, from_pretrained, resolve_device
 
 GENERATED = 256
@@ -116,7 +117,7 @@ class PmiLM(LM):  # type: ignore[misc]
             stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
             limit, text = int(options.get("max_gen_toks", GENERATED)), ""
-            for piece in stream(self.checkpoint, context, limit, temperature):
+            for piece in stream(self.checkpoint, context, limit, Sampling(temperature=temperature)):
                 text += piece
                 if any(stop in text for stop in stops):
                     break

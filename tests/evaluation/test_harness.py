@@ -11,7 +11,8 @@ import yaml
 from lm.config import configs_folder
 from lm.evaluation.corpus import open_corpus
 from lm.evaluation.job import Job, Options
-from lm.generation.sample import stream
+from lm.generation.sampling import Sampling
+from lm.generation.stream import stream
 from lm.model.pretrained import Checkpoint, from_pretrained
 
 pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
@@ -71,7 +72,7 @@ def test_what_greedy_decoding_generates_is_greedy_and_ends_at_the_stop_string(ch
 
     model = PmiLM(str(checkpoint_folder))
     torch.manual_seed(0)
-    text = "".join(stream(from_pretrained(checkpoint_folder), "The whale", 30, 0.0))
+    text = "".join(stream(from_pretrained(checkpoint_folder), "The whale", 30, Sampling(temperature=0)))
     (generated,) = model.generate_until(requests("generate_until", [("The whale", {"until": [], "max_gen_toks": 30})]))
     assert generated == text
     stop = text[5:7]
