@@ -16,7 +16,7 @@ from serving.engine.request import Event
 from serving.engine.sequence import Sequence
 from serving.engine.stream import deliver
 from serving.sessions.errors import StoreError, UnavailableError
-from serving.sessions.store import Change, Lease, Outcome, Progress, SessionStore, Snapshot, Status
+from serving.sessions.store import Change, Committed, Lease, Outcome, Progress, SessionStore, Snapshot, Status
 
 AHEAD = 4
 """Steps that the loop may be ahead of the store."""
@@ -125,6 +125,9 @@ class Journal:
         except StoreError as error:
             outcomes = [error] * len(changes)
         failures |= {i: outcome for i, outcome in zip(changes, outcomes, strict=True) if isinstance(outcome, StoreError)}
+        for i, outcome in zip(changes, outcomes, strict=True):
+            if isinstance(outcome, Committed):
+                entries[i].sequence.stream.usage.version = outcome.version
         now, ended = time.monotonic(), []
         for i, entry in enumerate(entries):
             with self._lock:
