@@ -92,9 +92,14 @@ def check_state(model: "PMI", state: State) -> None:
         _check_memories(state, "before the call", "reset these lanes or restore a snapshot")
 
 
+def finite(x: Tensor) -> bool:
+    """Whether all values are finite. A finite sum shows it in one pass; only an overflow of the sum needs the second look."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+
+
 def _check_memories(state: State, when: str, advice: str) -> None:
     for name, x in named_tensors(state.memories, "memories"):
-        if not bool(x.isfinite().all()):
+        if not finite(x):
             lanes = (~x.isfinite().flatten(1).all(1)).nonzero().squeeze(-1).tolist()
             raise StateError(f"lanes {lanes}: {name} is not finite {when}; {advice}")
 
@@ -103,9 +108,8 @@ def check_finite(hidden: Tensor, state: State, donated: bool) -> None:
     """Raise StateError if a result is not finite, naming the lanes and the parts of the state that are not."""
     kept = "its storage was donated" if donated else "the state given is as it was"
     advice = f"{kept}; reset these lanes or restore a snapshot"
-    finite = hidden.isfinite().all(-1).all(-1)
-    if not bool(finite.all()):
-        lanes = (~finite).nonzero().squeeze(-1)
+    if not finite(hidden):
+        lanes = (~hidden.isfinite().all(-1).all(-1)).nonzero().squeeze(-1)
         parts = [name for name, x in named_tensors(state) if x.is_floating_point() and not bool(x[lanes].isfinite().all())]
         found = ", ".join(parts[:6]) or "no part of the state, so the weights"
         raise StateError(f"lanes {lanes.tolist()}: results are not finite. Not finite: {found}; {advice}")
