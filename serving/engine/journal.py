@@ -165,10 +165,13 @@ class Journal:
         if entry.snapshot is not None:
             snapshot = Snapshot(entry.snapshot.position, encode(entry.snapshot, self._identity))
             self.snapshots += 1
+            self.snapshot_bytes += len(snapshot.data)
         request = entry.sequence.request
         progress = None
         if request.response is not None:
             progress = Progress(request.response, entry.response_at, entry.response_ids, entry.status, tenant=request.tenant)
+        if entry.sequence.lease is None:
+            return Change(None, response=progress)
         return Change(entry.sequence.lease, entry.at, entry.ids, snapshot, entry.turn, response=progress)
 
     def _insist(self, changes: list[Change]) -> Iterable[Outcome]:
