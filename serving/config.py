@@ -31,7 +31,7 @@ class EngineSettings(Schema):
 
     lanes: int = Field(32, ge=1, le=4096)
     """Sequences that are generated together."""
-    queue: int = Field(64, ge=0, le=100_000)
+    queue: int = Field(64, ge=1, le=100_000)
     """Requests that may wait for a lane; more are answered with 429."""
     threads: int | None = Field(1, ge=1)
     """Threads of torch in each replica (null: torch's own choice)."""

@@ -159,8 +159,9 @@ class RayEngine:
         handle = self.handle.options(stream=True)
         if request.session is not None:
             handle = handle.options(session_id=f"{request.tenant}/{request.session}")
-        response = handle.generate.remote(request, self.info.fingerprint, progress)
+        response = None
         try:
+            response = handle.generate.remote(request, self.info.fingerprint, progress)
             async for item in response:
                 if isinstance(item, WrongModelError):
                     raise EngineLostError(f"a replica with other weights ({item.info.fingerprint}) answered")
@@ -175,7 +176,9 @@ class RayEngine:
             log.exception("engine", extra={"facts": {"session": request.session}})
             raise EngineStoppedError("the engine failed; its log has the reason") from error
         finally:
-            response.cancel()
+            if response is not None:
+                with contextlib.suppress(Exception):  # it tells again what went wrong
+                    response.cancel()
 
     async def inspect(self, tenant: str, session: str) -> dict[str, Any]:
         """See EngineClient."""
@@ -301,7 +304,7 @@ def application(config: ServeConfig) -> serve.Application:
     engines = {
         model.called: serve.deployment(EngineReplica)
         .options(
-            name=f"engine-{model.called}", max_ongoing_requests=ongoing, max_queued_requests=max(1, engine.queue),
+            name=f"engine-{model.called}", max_ongoing_requests=ongoing, max_queued_requests=ongoing,
             ray_actor_options={"num_cpus": scaling.engine_cpus, "num_gpus": scaling.engine_gpus},
             request_router_config=router, **size, **common,
         )

@@ -88,9 +88,6 @@ def _run(config: Any, port: int, metrics_port: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves replicas beside any other program
     if config.http.throughput:
         os.environ |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
-    over: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda got, _: over.append(got))
     with stderr.status("starting Ray") as status:
         import logging
 
@@ -112,6 +109,9 @@ def _run(config: Any, port: int, metrics_port: int) -> None:
             rayserve.shutdown()
             ray.shutdown()
             raise UserError(f"the service did not start: {error}") from error
+    over: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # only now: Ray puts its own in place, which print a stack
+        signal.signal(number, lambda got, _: over.append(got))
     if config.http.host not in ("127.0.0.1", "localhost", "::1"):
         where = f"http://{socket.gethostname()}:{port}"
     else:
