@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from serving.api import schemas
 from serving.api.errors import ApiError, as_api_error
@@ -75,7 +75,7 @@ def routes(service: Service) -> APIRouter:
         turns = await attended(request, service.chat(caller, body, x_session_id))
         return await answer(service, caller, turns, bool(body.stream), _usage_wanted(body))
 
-    @router.get("/v1/streams/{id}", tags=["completions"], response_class=EventStream, responses={200: STREAM})
+    @router.get("/v1/streams/{id}", tags=["completions"], response_class=StreamingResponse, responses={200: STREAM})
     async def resume(
         request: Request, id: Name, last_event_id: Annotated[str | None, Header(alias="Last-Event-ID", max_length=200)] = None
     ) -> Response:
