@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -39,7 +40,8 @@ from serving.sessions.opening import store_url
 from serving.sessions.store import Content
 
 REPORT_SECONDS = 1.0
-UPKEEP_SECONDS = 60.0
+UPKEEP_SECONDS, USAGE_SECONDS = 60.0, 5.0
+"""Between evictions, and between reports of what is stored (Ray forgets a gauge that is not written again)."""
 log = logging.getLogger("pmi.api")
 
 
@@ -213,16 +215,19 @@ class Keeper:
         await self.buckets.give_back(tenant, limits, tokens)
 
     async def _tidy(self) -> None:
+        last = 0.0
         while True:
             try:
-                evicted, usage = await aside(self.store.evict), await aside(self.store.usage)
-                self.metrics("pmi_evicted_sessions", evicted.sessions)
-                self.metrics("pmi_evicted_responses", evicted.responses)
+                if time.monotonic() - last > UPKEEP_SECONDS:
+                    last, evicted = time.monotonic(), await aside(self.store.evict)
+                    self.metrics("pmi_evicted_sessions", evicted.sessions)
+                    self.metrics("pmi_evicted_responses", evicted.responses)
+                usage = await aside(self.store.usage)
                 self.metrics("pmi_stored_bytes", usage.bytes + usage.response_bytes)
                 self.metrics("pmi_stored_sessions", usage.sessions)
             except StoreError as error:
                 log.error("upkeep", extra={"facts": {"error": str(error)}})
-            await asyncio.sleep(UPKEEP_SECONDS)
+            await asyncio.sleep(USAGE_SECONDS)
 
     def check_health(self) -> None:
         """Ray replaces the replica if this raises."""

@@ -31,7 +31,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     500: ERROR | {"description": "The service failed."},
     503: ERROR | {"description": "Overloaded, or the store does not answer; see Retry-After."},
 }
-STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+EVENT = {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]."}}
+STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "object", "properties": EVENT}}}}
 SessionHeader = Annotated[Name | None, Header(alias="X-Session-Id", description="The same as session_id.")]
 KeyHeader = Annotated[
     str | None,

@@ -230,7 +230,7 @@ class SessionObject(BaseModel):
     turn: int = Field(description="Where the last turn started.")
     boundary: int
     tail: int = Field(description="Tokens that are read again to resume it.")
-    retained: list[tuple[int, int]] = Field(description="Positions that can be gone back to, as ranges.")
+    retained: list[list[int]] = Field(description="Positions that can be gone back to, as ranges.")
     bytes: int
     busy: bool
     seed: int

@@ -175,9 +175,9 @@ def test_metrics_of_all_replicas_are_there(cluster: Cluster) -> None:
         "ray_pmi_first_token_seconds_count", "ray_pmi_tokens_out_total", "ray_pmi_resumes_total", "ray_pmi_journal_seconds_total",
         "ray_pmi_snapshots_total", "ray_pmi_active", "ray_pmi_batch_occupancy", "ray_pmi_stored_sessions",
     }  # fmt: skip
-    while wanted - cluster.metrics().keys() and time.monotonic() < deadline:
+    while (missing := wanted - cluster.metrics().keys()) and time.monotonic() < deadline:
         time.sleep(1)
-    assert not wanted - cluster.metrics().keys()
+    assert missing == set()
 
 
 def test_2_full_stop_and_start_between_two_turns(cluster: Cluster) -> None:
