@@ -31,7 +31,7 @@ from serving.api.local import load_model, make_engine, open_configured_store
 from serving.api.service import Service
 from serving.api.turns import EngineLostError, Served, aside
 from serving.auth import Keys
-from serving.config import Limits, ModelEntry, ServeConfig
+from serving.config import ChatTemplate, Limits, ModelEntry, ServeConfig
 from serving.engine import EngineStoppedError, Request
 from serving.limits import Buckets
 from serving.metrics import Metrics, RaySink
@@ -257,14 +257,16 @@ class RemoteLimiter:
 class Ingress:
     """Speaks HTTP."""
 
-    async def __init__(self, config: dict[str, Any], engines: dict[str, DeploymentHandle], keeper: DeploymentHandle) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, config: dict[str, Any], engines: dict[str, DeploymentHandle], keeper: DeploymentHandle
+    ) -> None:
         set_up_logging()
         self.config = ServeConfig.model_validate(config)
-        folders = {model.called: model.checkpoint for model in self.config.models}
+        models = {model.edition: model for model in self.config.models if model.use != "retired"}
         infos = await asyncio.gather(*(handle.info.remote() for handle in engines.values()))
         served = [
-            Served(RayEngine(handle, info), load_tokenizer(folders[name]))
-            for (name, handle), info in zip(engines.items(), infos, strict=True)
+            Served(RayEngine(handle, info), load_tokenizer(models[edition].checkpoint), models[edition].use == "all")
+            for (edition, handle), info in zip(engines.items(), infos, strict=True)
         ]
         keys = None if self.config.keys is None else Keys(self.config.keys)
         store = open_configured_store(self.config)
@@ -283,6 +285,11 @@ def check_store(config: ServeConfig) -> None:
             f"store {url!r}: the cluster has {len(nodes)} nodes, and SQLite serves the replicas of one machine only; "
             "give a redis://HOST:PORT/DB that all of them reach"
         )
+
+
+def engine_name(model: ModelEntry) -> str:
+    """Of a model's deployment."""
+    return f"engine-{model.edition}"
 
 
 def application(config: ServeConfig) -> serve.Application:
@@ -306,16 +313,18 @@ def application(config: ServeConfig) -> serve.Application:
         request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
         request_router_kwargs={"num_fallback_replicas": 1},
     )
+    # an engine knows nothing of the other models: it stays as it is when they change
+    alone = config.model_copy(update={"models": (), "keys": None, "chat": ChatTemplate()}).model_dump(mode="json")
     engines = {
-        model.called: serve.deployment(EngineReplica)
+        model.edition: serve.deployment(EngineReplica)
         .options(
-            name=f"engine-{model.called}", max_ongoing_requests=ongoing, max_queued_requests=ongoing,
+            name=engine_name(model), max_ongoing_requests=ongoing, max_queued_requests=ongoing,
             ray_actor_options={"num_cpus": scaling.engine_cpus, "num_gpus": scaling.engine_gpus},
             request_router_config=router, **size, **common,
         )
-        .bind(values, model.model_dump(mode="json"))
+        .bind(alone, model.model_copy(update={"use": "all"}).model_dump(mode="json"))
         for model in config.models
-        if not model.retired
+        if model.use != "retired"
     }  # fmt: skip
     keeper = serve.deployment(Keeper).options(
         name="keeper", num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.01}
@@ -324,4 +333,4 @@ def application(config: ServeConfig) -> serve.Application:
         name="ingress", num_replicas=scaling.ingress_replicas, max_ongoing_requests=10 * config.http.ongoing,
         max_queued_requests=config.http.queued, ray_actor_options={"num_cpus": 0.05}, **common,
     )  # fmt: skip
-    return ingress.bind(values, engines, keeper.bind(values))
+    return ingress.bind(values, engines, keeper.bind(alone))

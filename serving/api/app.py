@@ -16,8 +16,8 @@ from serving.api.service import Service
 from serving.metrics import PrometheusSink
 
 DESCRIPTION = (
-    "Language models with a real memory. Completions and chat as OpenAI's clients know them; with a `session_id` the prompt is what "
-    "is new, and the session goes on where it stopped, at the same cost however long it is."
+    "Language models with a real memory. Completions and chat as OpenAI's clients know them; with a `session_id` the prompt is "
+    "what is new, and the session goes on where it stopped, at the same cost however long it is."
 )
 
 
@@ -59,7 +59,7 @@ def make_app(service: Service) -> FastAPI:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         answer = await failed(request, ApiError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}"))
         if error.status_code == 405:
-            allowed = {m for route in paths if route.path_regex.match(request.url.path) for m in route.methods}
+            allowed = {m for route in paths if route.path_regex.match(request.url.path) for m in route.methods or ()}
             answer.headers["Allow"] = ", ".join(sorted(allowed))
         return answer
 
@@ -70,8 +70,8 @@ def make_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, failed)
     http = service.config.http
     app.add_middleware(
-        Front, tenant=service.tenant, count=service.metrics, ongoing=http.ongoing, body_bytes=http.body_bytes, import_bytes=http.import_bytes,
-        body_seconds=http.body_seconds,
+        Front, tenant=service.tenant, count=service.metrics, ongoing=http.ongoing, body_bytes=http.body_bytes,
+        import_bytes=http.import_bytes,        body_seconds=http.body_seconds,
     )  # fmt: skip
     app.openapi = lambda: _document(app, service.keys is not None)  # type: ignore[method-assign]
     return app

@@ -51,7 +51,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models", tags=["models"])
     async def list_models() -> ModelList:
         """The served models."""
-        return ModelList(data=[_model(served.client.info) for served in service.models.values()])
+        return ModelList(data=[_model(served.client.info) for served in service.models.values() if served.open])
 
     @router.get("/v1/models/{model}", tags=["models"])
     async def get_model(model: Annotated[str, "A model's id."]) -> ModelObject:
@@ -90,7 +90,8 @@ def routes(service: Service) -> APIRouter:
             at = int(number)
         response = await aside(service.store.response, caller.tenant, id)
         plan = Plan.of(response)
-        service.model(plan.model)
+        if plan.model not in service.models:
+            raise ApiError(409, "response_closed", f"response {id!r} cannot go on: its model is not served any more")
         turn = Turn(id, plan.model, service.turns.follow(caller.tenant, id, at), plan, response.session, True, True)
         return await answer(service, caller, [service.noted(turn, caller)], True, True)
 

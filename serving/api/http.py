@@ -1,4 +1,4 @@
-"""HTTP itself: keys, bodies of bounded size in bounded time, request ids, logs, event streams that notice when their reader leaves."""
+"""HTTP itself: keys, bodies of bounded size in bounded time, request ids, logs, streams that notice when their reader leaves."""
 
 import asyncio
 import contextlib
@@ -35,8 +35,8 @@ class Front:
     """What every request passes first: an id, who asks, its body, and afterwards its line in the log."""
 
     def __init__(
-        self, app: ASGIApp, tenant: Callable[[str | None], Tenant], count: Callable[..., None], ongoing: int, body_bytes: int, import_bytes: int,
-        body_seconds: float,
+        self, app: ASGIApp, tenant: Callable[[str | None], Tenant], count: Callable[..., None], ongoing: int,
+        body_bytes: int, import_bytes: int,        body_seconds: float,
     ) -> None:  # fmt: skip
         self.app, self.tenant, self.count = app, tenant, count
         self.ongoing, self._now = ongoing, 0
@@ -194,7 +194,7 @@ class EventStream(Response):
             waiting: asyncio.Future[bytes] | None = None
             try:
                 while True:
-                    waiting = waiting or asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+                    waiting = waiting or asyncio.ensure_future(anext(events))
                     done, _ = await asyncio.wait({waiting}, timeout=KEEP_ALIVE)
                     if not done:
                         await send({"type": "http.response.body", "body": b": still here\n\n", "more_body": True})

@@ -1,5 +1,6 @@
 """A real `pmi serve` with 2 engine replicas in a process group of its own, for tests: started, watched, stopped, killed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -33,15 +34,33 @@ class Cluster:
         self.url = f"http://127.0.0.1:{port}"
         self.process: subprocess.Popen[str] | None = None
         self.output = ""
+        self.configure([{"checkpoint": str(model)}])
+
+    def configure(self, models: list[dict[str, str]], revision: str = "1") -> None:
+        """Write its configuration; a running one takes it up at once."""
+        (self.folder / "serve.yaml").write_text(json.dumps({"revision": revision, "models": models}))
+        if self.process is not None:
+            self.process.send_signal(signal.SIGHUP)
+
+    def line(self, start: str) -> str:
+        """The next line of its output that starts so."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            self.output += line
+            if line.startswith(start):
+                return line
+        raise RuntimeError(f"no line {start!r}: {self.output}")
 
     def start(self, patience: float = 240) -> float:
         """Start it and wait for its address; the seconds that took."""
         began = time.monotonic()
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
         command = [
-            sys.executable, "-m", "serving.cli", "serve", "--checkpoint", str(self.model), "--replicas", "2",
+            sys.executable, "-m", "serving.cli", "serve", "--config", str(self.folder / "serve.yaml"), "--replicas", "2",
             "--store", f"sqlite:///{self.folder}/sessions.db", "--port", str(self.port), "--metrics-port", str(self.metrics_port),
-            "--set", "scaling.drain=20", "--set", "engine.lanes=16", "--set", "engine.queue=16", "--set", "engine.lease=2.0", *self.more,
+            "--set", "scaling.drain=20", "--set", "engine.lanes=16", "--set", "engine.queue=16", "--set", "engine.lease=2.0",
+            *self.more,
         ]  # fmt: skip
         self.log = (self.folder / "serve.log").open("a")
         self.process = subprocess.Popen(
@@ -115,10 +134,8 @@ class Cluster:
 
 @contextmanager
 def psutil_gone() -> Iterator[None]:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         yield
-    except psutil.NoSuchProcess:
-        pass
 
 
 def read_events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -104,7 +104,8 @@ def test_a_key_opens_its_own_tenants_sessions_and_no_others(serve: Serve, tmp_pa
     assert http.post("/v1/sessions", json={"id": "s"}, headers=mine).status_code == 201
     for method, path, body in [
         ("GET", "/v1/sessions/s", None), ("DELETE", "/v1/sessions/s", None), ("POST", "/v1/sessions/s/fork", {}),
-        ("POST", "/v1/sessions/s/append", {"text": "x"}), ("GET", "/v1/sessions/s/memory", None), ("GET", "/v1/sessions/s/inspect", None),
+        ("POST", "/v1/sessions/s/append", {"text": "x"}), ("GET", "/v1/sessions/s/memory", None),
+        ("GET", "/v1/sessions/s/inspect", None),
         ("POST", "/v1/completions", {"prompt": "x", "session_id": "s"}), ("POST", "/v1/sessions/s/rollback", {}),
     ]:  # fmt: skip
         assert http.request(method, path, json=body, headers=theirs).status_code == 404, path

@@ -1,5 +1,8 @@
 """On a real Ray cluster with 2 engine replicas: what happens when things die, stop, race, leave and pile up."""
 
+import contextlib
+import json
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -146,7 +149,7 @@ def test_5_a_client_that_leaves_frees_the_lane_and_the_journal_holds_what_was_ge
 
 
 def test_6_overload_is_refused_in_bounds_and_passes(cluster: Cluster) -> None:
-    """Four times what lanes and queues hold: some are refused at once as API errors, the others are answered, then all is well."""
+    """Four times what lanes and queues hold: some are refused as API errors, the others are answered, then all is well."""
     began = time.monotonic()
 
     def ask(_: int) -> tuple[int, float, dict]:
@@ -180,6 +183,31 @@ def test_metrics_of_all_replicas_are_there(cluster: Cluster) -> None:
     assert missing == set()
 
 
+@pytest.mark.needs("prometheus")
+def test_a_real_prometheus_scrapes_it(cluster: Cluster, tmp_path: Path) -> None:
+    port = free_port()
+    target = f"127.0.0.1:{cluster.metrics_port}"
+    config = {"scrape_configs": [{"job_name": "pmi", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}]}
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    command = [
+        "prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            cluster.http().post("/v1/completions", json=ASK | {"max_tokens": 7}).raise_for_status()
+            deadline, result = time.monotonic() + 60, []
+            while not result and time.monotonic() < deadline:
+                time.sleep(0.5)
+                with contextlib.suppress(httpx.HTTPError):
+                    query = {"query": "sum(ray_pmi_tokens_out_total{tenant='local', model='tiny'})"}
+                    answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params=query).json()
+                    result = answer["data"]["result"]
+            assert float(result[0]["value"][1]) >= 7
+        finally:
+            process.terminate()
+
+
 def test_2_full_stop_and_start_between_two_turns(cluster: Cluster) -> None:
     """Everything is killed; the session goes on, and no more than its tail is read again."""
     make(cluster, "lasting")
@@ -198,3 +226,61 @@ def test_2_full_stop_and_start_between_two_turns(cluster: Cluster) -> None:
         time.sleep(0.5)
     assert found["ray_pmi_replayed_tokens_total"] <= 8
     assert found["ray_pmi_engine_read_total"] <= 8 + 4, "the counter shows: its history was not read again"
+
+
+@pytest.mark.full
+def test_4_rolling_update_under_load_to_other_code_and_other_weights(cluster: Cluster, folder: Path, other_folder: Path) -> None:
+    """No request fails, long streams come to the same end; then the old model is retired, and its sessions are told."""
+    make(cluster, "rolling")
+    cluster.http().post("/v1/sessions", json={"id": "moving", "keep_history": True}).raise_for_status()
+    stream(cluster, "moving", 20)
+    over, failures, counts = threading.Event(), [], [0, 0]
+
+    def load(number: int) -> None:
+        """Short requests, every other one in a session of its own."""
+        name = f"load-{number}"
+        make(cluster, name)
+        while not over.is_set():
+            body = ASK | {"max_tokens": 10} | ({"session_id": name} if number % 2 else {})
+            answer = cluster.http().post("/v1/completions", json=body)
+            counts[answer.status_code != 200] += 1
+            if answer.status_code != 200:
+                failures.append(answer.text)
+
+    before = {process.pid for process in cluster.engines()}
+    with ThreadPoolExecutor(8) as pool:
+        loads = [pool.submit(load, number) for number in range(4)]
+        long = pool.submit(stream, cluster, "rolling", 3000)
+        time.sleep(1)
+        cluster.configure([{"checkpoint": str(folder)}], revision="2")
+        cluster.line("updated")
+        while before & {process.pid for process in cluster.engines()}:
+            time.sleep(0.2)
+        models = [
+            {"checkpoint": str(other_folder), "name": "tiny"},
+            {"checkpoint": str(folder), "name": "old", "use": "sessions"},
+        ]
+        cluster.configure(models, revision="2")
+        cluster.line("updated")
+        wanted = checkpoint(seed=1).fingerprint
+        while cluster.http().get("/v1/models").json()["data"][0]["fingerprint"] != wanted:
+            time.sleep(0.2)
+        time.sleep(2)
+        over.set()
+        for each in loads:
+            each.result()
+        text, _ = long.result()
+    assert failures == []
+    assert counts[0] > 20
+    assert text == expected("The whale", 3000)
+    cluster.configure(models[:1], revision="2")
+    told = cluster.line("model ")
+    assert checkpoint().fingerprint in told
+    assert "local/" in told
+    while (answer := cluster.http().post("/v1/completions", json=ASK | {"session_id": "moving"})).status_code == 200:
+        time.sleep(0.5)
+    error = answer.json()["error"]
+    assert error["code"] == "session_model_retired"
+    assert [choice["action"] for choice in error["choices"]] == ["migrate", "export", "delete"]
+    cluster.http().post("/v1/sessions/moving/migrate", json={"model": "tiny"}).raise_for_status()
+    assert cluster.http().post("/v1/completions", json=ASK | {"session_id": "moving", "max_tokens": 5}).status_code == 200
