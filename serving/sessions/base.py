@@ -111,6 +111,8 @@ class Write:
 
     def references(self) -> dict[str, int]:
         """By how much the count of references to each snapshot changes."""
+        if self.record is not None and self.old is not None and self.record.boundaries is self.old.record.boundaries:
+            return {}
         after = {} if self.record is None else dict(self.record.snapshots())
         for hash_, count in ({} if self.old is None else self.old.record.snapshots()).items():
             after[hash_] = after.get(hash_, 0) - count
@@ -193,12 +195,10 @@ class BaseStore(ABC):
         if not 0 < seconds <= 3600:
             raise InvalidError(f"a lease of {seconds} s: must be in (0, 3600]")
         check_name("owner", owner)
-        row = self._need(tenant, id)  # also refuses what has expired or is damaged
+        self._need(tenant, id)  # refuses what has expired or is damaged
         fence, holder, left = self.take(tenant, id, owner, seconds)
         if fence is None:
             raise _busy(id, holder, left) if holder else _missing(id)
-        with self._lock:  # the row was read before the lease was ours; the guard finds out if it changed in between
-            self._remember((tenant, id), replace(row, fence=fence, owner=owner, until=self.clock() + seconds))
         return Lease(tenant, id, fence, owner, seconds)
 
     def heartbeat(self, leases: Sequence[Lease]) -> Sequence[Lease | StoreError]:
@@ -221,26 +221,28 @@ class BaseStore(ABC):
         for attempt in range(ATTEMPTS):
             rows = self._rows_for(list(waiting.values()), fresh=attempt > 0)
             writes: dict[int, Write | ResponseWrite] = {}
+            again: dict[int, Change] = {}
             for i, change in waiting.items():
                 try:
-                    made = self._prepare(change, rows, fresh=attempt > 0)
+                    made: Write | ResponseWrite | Outcome = self._prepare(change, rows, fresh=attempt > 0)
                 except StoreError as error:
-                    outcomes[i] = records.refusal(error, f"session {change.lease.id!r}") if change.lease else error
-                    continue
-                if isinstance(made, Committed):
-                    outcomes[i] = made
-                else:
+                    made = records.refusal(error, f"session {change.lease.id!r}") if change.lease else error
+                if isinstance(made, Write | ResponseWrite):
                     writes[i] = made
+                elif attempt == 0:
+                    again[i] = change  # what is remembered has no guard but a write's: only what is stored may refuse
+                else:
+                    outcomes[i] = made
             verdicts = self._write(list(writes.values()))
-            waiting = {}
-            for (i, made), verdict in zip(writes.items(), verdicts, strict=True):
+            waiting = again
+            for (i, write), verdict in zip(writes.items(), verdicts, strict=True):
                 if verdict != "made":
                     waiting[i] = changes[i]
-                elif isinstance(made, Write):
-                    assert made.record is not None
-                    outcomes[i] = Committed(made.record.version, made.record.position)
+                elif isinstance(write, Write):
+                    assert write.record is not None
+                    outcomes[i] = Committed(write.record.version, write.record.position)
                 else:
-                    outcomes[i] = Committed(0, made.count)
+                    outcomes[i] = Committed(0, write.count)
             if not waiting:
                 return [outcomes[i] for i in range(len(changes))]
         raise UnavailableError(f"{len(waiting)} changes lost {ATTEMPTS} races in a row; try again")
@@ -316,7 +318,7 @@ class BaseStore(ABC):
         for _ in range(ATTEMPTS):
             row, now = self._need(tenant, id), self.clock()
             record = row.record if position is None else records.back_to(row.record, position, now)[0]
-            record = replace(record, version=1, stream=records.new_stream(), parent=id, created=now, updated=now)
+            record = records.forked(record, id, now)
             history = None
             if record.settings.keep_history:
                 history = HistoryWrite(0, records.first_pieces(self.read_history(tenant, id), record.boundary))
@@ -365,7 +367,7 @@ class BaseStore(ABC):
             if raw is None:
                 raise ConflictError(f"session {id!r}: a snapshot that it refers to is gone")
             row = _row(raw)
-            if row.record.stream == record.stream:
+            if row.record.origin.stream == record.origin.stream:
                 return self._session(tenant, id, row)  # made after all, but the answer was lost
             if not self._gone(row):
                 break
@@ -553,7 +555,7 @@ class BaseStore(ABC):
                     key = (write.tenant, write.id)
                     self._rows.pop(key, None)
                     if verdict == "made" and write.record is not None and write.seconds is not None and write.old is not None:
-                        self._remember(key, replace(write.old, record=write.record, until=self.clock() + write.seconds))
+                        self._remember(key, Row(write.record, write.old.fence, write.old.owner, self.clock() + write.seconds))
         for write, verdict in zip(writes, verdicts, strict=True):
             response = write.response if isinstance(write, Write) else write
             if response is not None:

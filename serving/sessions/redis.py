@@ -4,6 +4,7 @@ One primary (replicas are fine), not a cluster: a step's changes are one transac
 only with `appendonly yes`, `appendfsync always` and `maxmemory-policy noeviction`, which is checked at the start.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -160,15 +161,9 @@ class RedisStore(BaseStore):
             raise
         if self._files is not None:
             self._files.remove(name.decode() for name in freed)
-        self._discard({hash_: name for hash_, name in names.items() if self._lost(hash_, writes, verdicts)})
+        if any(verdict != b"made" for verdict in verdicts):
+            self._discard(names)
         return [verdict.decode() for verdict in verdicts]
-
-    def _lost(self, hash_: str, writes: Sequence[Write | ResponseWrite], verdicts: Sequence[bytes]) -> bool:
-        """Whether no write that was made brought this snapshot."""
-        return not any(
-            verdict == b"made" and isinstance(write, Write) and (blob := write.blob()) is not None and blob[0] == hash_
-            for write, verdict in zip(writes, verdicts, strict=True)
-        )
 
     def _stage(self, blobs: Sequence[tuple[str, bytes]]) -> dict[str, str]:
         """Put snapshots where a commit finds them; without one they are forgotten."""
@@ -180,14 +175,11 @@ class RedisStore(BaseStore):
         return names
 
     def _discard(self, names: dict[str, str]) -> None:
-        """Remove staged snapshots, by hash, that no write took."""
-        # the script may have run, and its answer been lost with the connection: then the snapshot belongs to a session by now
-        taken = {hash_: self._try(self._redis.hget, self._key("b", hash_), "name") for hash_ in names}
-        left = [name for hash_, name in names.items() if taken[hash_] != name.encode()]
-        if self._files is not None:
-            self._files.remove(left)
-        elif left:
-            self._try(self._redis.delete, *(self._key("d", name) for name in left))
+        """Forget staged snapshots, but those that a write has taken: its answer may have been lost and the write repeated."""
+        if names:
+            left = self._run("discard", len(names), *itertools.chain(*names.items()))
+            if self._files is not None:
+                self._files.remove(name.decode() for name in left)
 
     def drop(self, tenant: str, id: str) -> None:
         """See BaseStore."""

@@ -47,6 +47,11 @@ CREATE TABLE IF NOT EXISTS fences (last INTEGER NOT NULL);
 RAW = "tenant, id, version, fence, owner, until, head, (SELECT data FROM bounds WHERE bounds.key = sessions.key)"
 
 
+LAST = f"SELECT start + (length(ids) - {SEAL}) / 4 FROM pieces WHERE pieces.key = r.key ORDER BY start DESC LIMIT 1"
+COUNT = f"coalesce(({LAST}), r.count)"
+"""The ids of a response r: those up to its last piece, or those in its head."""
+
+
 class SQLiteStore(BaseStore):
     """A SessionStore in `path`, its large snapshots in `path`-blobs."""
 
@@ -96,6 +101,8 @@ class SQLiteStore(BaseStore):
             yield
         except sqlite3.Error as error:
             raise self._translated(error) from error
+        except UnicodeDecodeError as error:  # so garbled that not even SQLite's message about it can be read
+            raise DamagedError(f"{self.path}: the database file is damaged; restore a backup") from error
 
     def _translated(self, error: sqlite3.Error) -> StoreError:
         text, name = str(error), getattr(error, "sqlite_errorname", "")
@@ -167,42 +174,54 @@ class SQLiteStore(BaseStore):
 
     def write(self, writes: Sequence[Write | ResponseWrite]) -> Sequence[Verdict]:
         """See BaseStore."""
-        sized = dict(blob for write in writes if isinstance(write, Write) and (blob := write.blob()) is not None)
-        large = [(hash_, data) for hash_, data in sized.items() if len(data) > INLINE]
+        brought = dict(blob for write in writes if isinstance(write, Write) and (blob := write.blob()) is not None)
+        large = [(hash_, data) for hash_, data in brought.items() if len(data) > INLINE]
         names = dict(zip((hash_ for hash_, _ in large), self._files.put(large), strict=True))
-        used: set[str] = set()
-        freed: list[str] = []
-        verdicts: list[Verdict] = []
         try:
-            with self._transaction() as db:
-                for write in writes:
-                    if isinstance(write, ResponseWrite):
-                        verdicts.append("made" if self._write_response(db, write) else "response")
-                        continue
-                    db.execute("SAVEPOINT one")
-                    verdict = self._write_one(db, write, sized, names, used, freed)
-                    if verdict != "made":
-                        db.execute("ROLLBACK TO one")
-                    db.execute("RELEASE one")
-                    verdicts.append(verdict)
+            try:
+                verdicts, used, freed = self._write_all(writes, brought, names, careful=False)
+            except _RefusedError:
+                verdicts, used, freed = self._write_all(writes, brought, names, careful=True)
         except BaseException:
             self._files.remove(names.values())
             raise
         self._files.remove([*freed, *(name for name in names.values() if name not in used)])
         return verdicts
 
-    def _write_one(
-        self,
-        db: sqlite3.Connection,
-        write: Write,
-        data: dict[str, bytes],
-        names: dict[str, str],
-        used: set[str],
-        freed: list[str],
-    ) -> Verdict:
+    def _write_all(
+        self, writes: Sequence[Write | ResponseWrite], brought: dict[str, bytes], names: dict[str, str], careful: bool
+    ) -> tuple[list[Verdict], set[str], list[str]]:
+        """All writes in one transaction: verdicts, the files that were needed and those that are no longer.
+
+        Savepoints cost as much as the writes themselves. So first without; only if one is refused, all again with care.
+        """
+        verdicts: list[Verdict] = []
+        used: set[str] = set()
+        freed: list[str] = []
+        with self._transaction() as db:
+            for write in writes:
+                if careful:
+                    db.execute("SAVEPOINT one")
+                unit = _Unit(db, brought, names)
+                verdict = self._write_one(unit, write)
+                if verdict == "made":
+                    used |= unit.used
+                    freed += unit.freed
+                elif not careful:
+                    raise _RefusedError
+                else:
+                    db.execute("ROLLBACK TO one")
+                if careful:
+                    db.execute("RELEASE one")
+                verdicts.append(verdict)
+        return verdicts, used, freed
+
+    def _write_one(self, unit: "_Unit", write: Write | ResponseWrite) -> Verdict:
+        """One write; what it did is undone by the caller if it is refused."""
+        db = unit.db
+        if isinstance(write, ResponseWrite):
+            return "made" if self._write_response(db, write) else "response"
         old, record, tenant, id = write.old, write.record, write.tenant, write.id
-        if write.response is not None and not self._write_response(db, write.response):
-            return "response"
         if record is None:
             assert old is not None
             row = db.execute(
@@ -239,31 +258,11 @@ class SQLiteStore(BaseStore):
                 db.execute("UPDATE bounds SET data = ? WHERE key = ?", (record.bounds(), row[0]))
         if write.history is not None and record is not None:
             self._write_history(db, row[0], write.history)
-        for hash_, change in write.references().items():
-            if not self._refer(db, hash_, change, data, names, used, freed):
-                return "lost"
+        if not all(unit.refer(hash_, change) for hash_, change in write.references().items()):
+            return "lost"
+        if write.response is not None and not self._write_response(db, write.response):
+            return "response"
         return "made"
-
-    def _refer(
-        self, db: sqlite3.Connection, hash_: str, change: int, data: dict[str, bytes], names: dict[str, str], used: set[str],
-        freed: list[str],
-    ) -> bool:  # fmt: skip
-        """Count references; False if a snapshot that is referred to is neither here nor brought along."""
-        row = db.execute("UPDATE blobs SET refs = refs + ? WHERE hash = ? RETURNING refs, file", (change, hash_)).fetchone()
-        if row is None:
-            if hash_ not in data:
-                return change < 0  # less than nothing: a damaged store must not stand in the way of removing things
-            name = names.get(hash_)
-            db.execute(
-                "INSERT INTO blobs VALUES (?, ?, ?, ?, ?)", (hash_, change, len(data[hash_]), name, None if name else data[hash_])
-            )
-            if name is not None:
-                used.add(name)
-        elif row[0] <= 0:
-            db.execute("DELETE FROM blobs WHERE hash = ?", (hash_,))
-            if row[1] is not None:
-                freed.append(row[1])
-        return True
 
     def _write_history(self, db: sqlite3.Connection, key: int, history: HistoryWrite) -> None:
         db.execute("DELETE FROM history WHERE key = ? AND start >= ?", (key, history.keep))
@@ -333,20 +332,23 @@ class SQLiteStore(BaseStore):
     # --- responses -----------------------------------------------------------------------------------------------
 
     def _write_response(self, db: sqlite3.Connection, write: ResponseWrite) -> bool:
+        if write.head is None:
+            if write.piece is None:
+                statement = f"SELECT 1 FROM responses r WHERE tenant = ? AND id = ? AND {COUNT} = ?"
+                return db.execute(statement, (write.tenant, write.id, write.at)).fetchone() is not None
+            added = db.execute(
+                f"INSERT INTO pieces SELECT key, ?, ? FROM responses r WHERE tenant = ? AND id = ? AND {COUNT} = ?",
+                (write.at, write.piece, write.tenant, write.id, write.at),
+            )
+            return added.rowcount == 1
         row = db.execute(
-            "UPDATE responses SET count = ? WHERE tenant = ? AND id = ? AND count = ? RETURNING key",
-            (write.count, write.tenant, write.id, write.at),
+            "UPDATE responses AS r SET count = ?, head = ?, expires = ?, running = ?, bytes = ? "
+            f"WHERE tenant = ? AND id = ? AND {COUNT} = ? RETURNING key",
+            (write.count, write.head, write.expires, write.running, len(write.head), write.tenant, write.id, write.at),
         ).fetchone()
         if row is None:
             return False
-        if write.head is not None:
-            db.execute("DELETE FROM pieces WHERE key = ?", row)
-            db.execute(
-                "UPDATE responses SET head = ?, expires = ?, running = ?, bytes = ? WHERE key = ?",
-                (write.head, write.expires, write.running, len(write.head), row[0]),
-            )
-        elif write.piece is not None:
-            db.execute("INSERT INTO pieces VALUES (?, ?, ?)", (row[0], write.at, write.piece))
+        db.execute("DELETE FROM pieces WHERE key = ?", row)
         return True
 
     def add_response(self, response: Response, head: bytes) -> str | None:
@@ -438,3 +440,32 @@ class SQLiteStore(BaseStore):
         sessions = self._query(f"SELECT count(*), coalesce(sum(bytes), 0) FROM sessions {where}", *values)[0]
         responses = self._query(f"SELECT count(*), coalesce(sum(bytes), 0) FROM responses {where}", *values)[0]
         return Usage(*sessions, *responses)
+
+
+class _RefusedError(Exception):
+    """One of several writes was refused."""
+
+
+class _Unit:
+    """One write's dealings with snapshots."""
+
+    def __init__(self, db: sqlite3.Connection, brought: dict[str, bytes], names: dict[str, str]) -> None:
+        self.db, self.brought, self.names = db, brought, names
+        self.used: set[str] = set()
+        self.freed: list[str] = []
+
+    def refer(self, hash_: str, change: int) -> bool:
+        """Count references; False if a snapshot that is referred to is neither here nor brought along."""
+        row = self.db.execute("UPDATE blobs SET refs = refs + ? WHERE hash = ? RETURNING refs, file", (change, hash_)).fetchone()
+        if row is None:
+            if hash_ not in self.brought:
+                return change < 0  # less than nothing: a damaged store must not stand in the way of removing things
+            name, data = self.names.get(hash_), self.brought[hash_]
+            self.db.execute("INSERT INTO blobs VALUES (?, ?, ?, ?, ?)", (hash_, change, len(data), name, None if name else data))
+            if name is not None:
+                self.used.add(name)
+        elif row[0] <= 0:
+            self.db.execute("DELETE FROM blobs WHERE hash = ?", (hash_,))
+            if row[1] is not None:
+                self.freed.append(row[1])
+        return True
