@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine clean
+.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine clean bench-sessions
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo
@@ -31,6 +31,9 @@ bench-stream: setup
 
 bench-data: setup
 	$(BIN)/python -m benchmarks.data
+
+bench-sessions: setup
+	$(BIN)/python -m benchmarks.sessions
 
 bench-training: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.training

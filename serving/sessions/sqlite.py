@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from serving.sessions.base import BaseStore, Key, Raw, Verdict, Write
+from serving.sessions.backend import Key, Raw, Verdict, Write
+from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import DamagedError, FullError, InvalidError, StoreError, UnavailableError
 from serving.sessions.records import SEAL, HistoryWrite
@@ -143,14 +144,14 @@ class SQLiteStore(BaseStore):
     # --- sessions ------------------------------------------------------------------------------------------------
 
     def load(self, keys: Sequence[Key]) -> Sequence[Raw | None]:
-        """See BaseStore."""
+        """See Backend."""
         with self._errors():
             db = self._db()
             rows = [db.execute(f"SELECT {RAW} FROM sessions WHERE tenant = ? AND id = ?", key).fetchone() for key in keys]
         return [None if row is None else Raw(*row) for row in rows]
 
     def scan(self, tenant: str | None, after: Key | None) -> Iterator[Raw]:
-        """See BaseStore."""
+        """See Backend."""
         place = after or ((tenant, "") if tenant is not None else ("", ""))
         while True:
             rows = self._query(
@@ -163,7 +164,7 @@ class SQLiteStore(BaseStore):
             place = rows[-1][0], rows[-1][1]
 
     def candidates(self, now: float, ttl: float | None, everything: bool) -> Iterator[Raw]:
-        """See BaseStore."""
+        """See Backend."""
         keys = self._query(
             "SELECT key FROM sessions WHERE until <= ? AND (? OR coalesce(expires, updated + ?) <= ?) ORDER BY updated, key",
             now, everything, ttl, now,
@@ -173,7 +174,7 @@ class SQLiteStore(BaseStore):
                 yield Raw(*row)
 
     def write(self, writes: Sequence[Write | ResponseWrite]) -> Sequence[Verdict]:
-        """See BaseStore."""
+        """See Backend."""
         brought = dict(blob for write in writes if isinstance(write, Write) and (blob := write.blob()) is not None)
         large = [(hash_, data) for hash_, data in brought.items() if len(data) > INLINE]
         names = dict(zip((hash_ for hash_, _ in large), self._files.put(large), strict=True))
@@ -278,7 +279,7 @@ class SQLiteStore(BaseStore):
         db.execute("DELETE FROM responses WHERE tenant = ? AND session = ?", (tenant, id))
 
     def drop(self, tenant: str, id: str) -> None:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             for (key,) in db.execute("DELETE FROM sessions WHERE tenant = ? AND id = ? RETURNING key", (tenant, id)).fetchall():
                 self._remove_parts(db, key, tenant, id)
@@ -288,7 +289,7 @@ class SQLiteStore(BaseStore):
         return db.execute("UPDATE fences SET last = last + 1 RETURNING last").fetchone()[0]
 
     def take(self, tenant: str, id: str, owner: str, seconds: float) -> tuple[int | None, str | None, float]:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             row = db.execute("SELECT key, owner, until FROM sessions WHERE tenant = ? AND id = ?", (tenant, id)).fetchone()
             now = self.clock()
@@ -301,7 +302,7 @@ class SQLiteStore(BaseStore):
         return fence, owner, seconds
 
     def prolong(self, leases: Sequence[Lease]) -> Sequence[bool]:
-        """See BaseStore."""
+        """See Backend."""
         alive = []
         with self._transaction() as db:
             now = self.clock()
@@ -315,13 +316,13 @@ class SQLiteStore(BaseStore):
         return alive
 
     def read_blob(self, hash_: str) -> bytes | None:
-        """See BaseStore."""
+        """See Backend."""
         for file, data in self._query("SELECT file, data FROM blobs WHERE hash = ?", hash_):
             return self._files.get(file) if file is not None else data
         return None
 
     def read_history(self, tenant: str, id: str) -> Sequence[bytes]:
-        """See BaseStore."""
+        """See Backend."""
         rows = self._query(
             "SELECT ids FROM history WHERE key = (SELECT key FROM sessions WHERE tenant = ? AND id = ?) ORDER BY start",
             tenant,
@@ -352,7 +353,7 @@ class SQLiteStore(BaseStore):
         return True
 
     def add_response(self, response: Response, head: bytes) -> str | None:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             other = db.execute(
                 "SELECT id FROM responses WHERE tenant = ? AND idempotency = ?", (response.tenant, response.key)
@@ -372,7 +373,7 @@ class SQLiteStore(BaseStore):
         return None
 
     def load_response(self, tenant: str, id: str) -> ResponseRow | None:
-        """See BaseStore."""
+        """See Backend."""
         with self._errors():
             db = self._db()
             db.execute("BEGIN")  # head and pieces of one moment
@@ -386,21 +387,21 @@ class SQLiteStore(BaseStore):
         return ResponseRow(row[1], [ids for (ids,) in pieces])
 
     def response_ids(self, tenant: str, session: str) -> Sequence[str]:
-        """See BaseStore."""
+        """See Backend."""
         return [id for (id,) in self._query("SELECT id FROM responses WHERE tenant = ? AND session = ?", tenant, session)]
 
     def all_responses(self) -> Iterator[Key]:
-        """See BaseStore."""
+        """See Backend."""
         yield from ((tenant, id) for tenant, id in self._query("SELECT tenant, id FROM responses"))
 
     def drop_response(self, tenant: str, id: str) -> None:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             for row in db.execute("DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING key", (tenant, id)).fetchall():
                 db.execute("DELETE FROM pieces WHERE key = ?", row)
 
     def evict_responses(self, now: float, limit: int | None) -> tuple[int, int]:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             total = db.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()[0]
             leased = "EXISTS (SELECT 1 FROM sessions s WHERE (s.tenant, s.id) = (r.tenant, r.session) AND s.until > ?)"
@@ -419,17 +420,17 @@ class SQLiteStore(BaseStore):
     # --- upkeep --------------------------------------------------------------------------------------------------
 
     def collect(self) -> int:
-        """See BaseStore."""
+        """See Backend."""
         candidates = self._files.orphans({file for (file,) in self._query("SELECT file FROM blobs WHERE file IS NOT NULL")})
         self._files.remove(candidates)
         return len(candidates)
 
     def blobs(self) -> Iterator[tuple[str, int]]:
-        """See BaseStore."""
+        """See Backend."""
         yield from ((hash_, refs) for hash_, refs in self._query("SELECT hash, refs FROM blobs"))
 
     def examine(self) -> Iterator[tuple[str, str]]:
-        """See BaseStore."""
+        """See Backend."""
         for (line,) in self._query("PRAGMA integrity_check(20)"):
             if line != "ok":
                 yield f"{self.path}: {line}", "the database file is damaged; restore a backup"

@@ -184,6 +184,30 @@ def test_a_commit_whose_answer_was_lost_is_made_once_and_keeps_its_snapshot(make
     store.close()
 
 
+def test_verify_finds_nothing_wrong_with_a_store_that_is_being_written_to(make: Make) -> None:
+    store, other = make(), make()
+    create_lanes(store)
+    done = threading.Event()
+
+    def stop_when_done(_: int) -> None:
+        if done.is_set():
+            raise SystemExit
+
+    def work() -> None:
+        with suppress(SystemExit):
+            run_lanes(store, 60, 10**6, stop_when_done)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert [list(other.verify()) for _ in range(6)] == [[]] * 6
+    finally:
+        done.set()
+        thread.join()
+    store.close()
+    other.close()
+
+
 class Reader:
     """A store of its own for a look."""
 
