@@ -244,6 +244,8 @@ class Turns:
             served = self.models.get(plan.model)
             if served is None:
                 raise _closed(response, "its model is not served any more")
+            if response.status in ("failed", "closed"):
+                raise _closed(response, "it was given up")
             if at > len(response.ids):
                 raise ApiError(400, "invalid_value", f"Last-Event-ID {id}:{at}: the response has {len(response.ids)} tokens")
             if text is None:
