@@ -15,7 +15,7 @@ import pytest
 
 from tests.serving.api.conftest import GREEDY, Running, Serve
 from tests.serving.engine.conftest import checkpoint, greedy
-from tests.serving.sessions.conftest import RedisServer, redis_server  # noqa: F401
+from tests.serving.sessions.conftest import LocalRedis, redis_server  # noqa: F401
 
 ASK = {"model": "tiny", "prompt": "The whale", "max_tokens": 60, **GREEDY}
 
@@ -256,7 +256,7 @@ def test_a_stale_writer_is_fenced(serve: Serve) -> None:
 
 
 @pytest.mark.needs("redis-server")
-def test_sessions_in_redis_do_the_same(serve: Serve, redis_server: RedisServer) -> None:  # noqa: F811
+def test_sessions_in_redis_do_the_same(serve: Serve, redis_server: LocalRedis) -> None:  # noqa: F811
     first = serve(store=f"{redis_server.url}?prefix=api")
     make(first)
     body = ASK | {"session_id": "ada", "stream": True, "max_tokens": 200}
