@@ -139,8 +139,8 @@ class EngineReplica:
                 }
             for metric, value in now.items():
                 self.metrics(metric, value - before.get(metric, 0), model=name)
-            hot = getattr(counters, "hot", 0)
-            resumes = {"hot": hot, "cold": counters.resumed - hot}
+            # every session is taken from the store: nothing is kept hot between turns
+            resumes = {"cold": counters.opened}
             for kind, value in resumes.items():
                 self.metrics("pmi_resumes", value - before.get(kind, 0), model=name, kind=kind)
             before = {**now, **resumes}
