@@ -45,5 +45,9 @@ bench-evaluation: setup
 bench-engine: setup
 	$(BIN)/python -m benchmarks.engine
 
+bench-serving: setup
+	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.serving --part load --preset tiny --minutes 10
+
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ from serving.engine.request import Event
 from serving.engine.sequence import Sequence
 from serving.engine.stream import deliver
 from serving.sessions.errors import StoreError, UnavailableError
-from serving.sessions.store import Change, Lease, Outcome, Progress, SessionStore, Snapshot, Status
+from serving.sessions.store import Change, Committed, Lease, Outcome, Progress, SessionStore, Snapshot, Status
 
 AHEAD = 64
 """Steps that the loop may be ahead of the store."""
@@ -71,7 +71,7 @@ class Journal:
         self._held: dict[Sequence, float] = {}  # leases to be prolonged, and when they last were
         self._lock = threading.Lock()
         self._beating = True
-        self.transactions, self.snapshots, self.seconds = 0, 0, 0.0
+        self.transactions, self.snapshots, self.snapshot_bytes, self.seconds = 0, 0, 0, 0.0
         """For measuring: transactions made, snapshots in them, seconds of this thread's work (not of its waiting)."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -157,6 +157,9 @@ class Journal:
         except StoreError as error:
             outcomes = [error] * len(changes)
         failures |= {i: outcome for i, outcome in zip(changes, outcomes, strict=True) if isinstance(outcome, StoreError)}
+        for i, outcome in zip(changes, outcomes, strict=True):
+            if isinstance(outcome, Committed):
+                entries[i].sequence.stream.usage.version = outcome.version
         now, ended = time.monotonic(), []
         for i, entry in enumerate(entries):
             with self._lock:
@@ -180,10 +183,13 @@ class Journal:
         if entry.snapshot is not None:
             snapshot = Snapshot(entry.snapshot.position, encode(entry.snapshot, self._identity))
             self.snapshots += 1
+            self.snapshot_bytes += len(snapshot.data)
         request = entry.sequence.request
         progress = None
         if request.response is not None:
             progress = Progress(request.response, entry.response_at, entry.response_ids, entry.status, tenant=request.tenant)
+        if entry.sequence.lease is None:
+            return Change(None, response=progress)
         return Change(entry.sequence.lease, entry.at, entry.ids, snapshot, entry.turn, response=progress)
 
     def _insist(self, changes: list[Change]) -> Iterable[Outcome]:

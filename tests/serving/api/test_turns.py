@@ -1,0 +1,274 @@
+"""Turns are applied once, whoever asks again; streams go on behind the last event that was received."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.api.conftest import GREEDY, Running, Serve
+from tests.serving.engine.conftest import checkpoint, greedy
+from tests.serving.sessions.conftest import LocalRedis, redis_server  # noqa: F401
+
+ASK = {"model": "tiny", "prompt": "The whale", "max_tokens": 60, **GREEDY}
+
+
+def expected(prompt: str = "The whale", tokens: int = 60) -> str:
+    return checkpoint().tokenizer.decode(greedy(checkpoint(), list(prompt.encode()), tokens)[0])
+
+
+def events(response: httpx.Response) -> Iterator[tuple[str, dict]]:
+    """Id and data of each event."""
+    id = ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            id = line[4:]
+        elif line.startswith("data: ") and line != "data: [DONE]":
+            yield id, json.loads(line[6:])
+            id = ""
+
+
+def make(running: Running, id: str = "ada", **more: object) -> dict:
+    return running.http().post("/v1/sessions", json={"id": id, **more}).raise_for_status().json()
+
+
+def session(running: Running, id: str = "ada") -> dict:
+    return running.http().get(f"/v1/sessions/{id}").json()
+
+
+@pytest.mark.parametrize("with_session", [True, False])
+def test_a_dropped_stream_goes_on_where_it_stopped(running: Running, with_session: bool) -> None:
+    make(running)
+    body = ASK | {"stream": True, "max_tokens": 200} | ({"session_id": "ada"} if with_session else {})
+    whole = expected(tokens=200)
+    text, last = "", ""
+    with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+        for id, data in events(response):
+            text, last = text + data["choices"][0]["text"], id
+            if int(id.rpartition(":")[2]) > 3:
+                break
+    while text != whole:
+        id = last.rpartition(":")[0]
+        with running.http() as http, http.stream("GET", f"/v1/streams/{id}", headers={"Last-Event-ID": last}) as response:
+            assert response.status_code == 200, response.read()
+            for n, (id, data) in enumerate(events(response)):
+                if data["choices"]:
+                    text, last = text + data["choices"][0]["text"], id
+                if n == 12:
+                    break
+        assert whole.startswith(text)
+    if with_session:
+        time.sleep(0.2)
+        assert session(running)["position"] == 1 + 9 + 200
+
+
+def test_a_disconnect_frees_the_lane_and_the_journal_holds_what_was_generated(running: Running) -> None:
+    make(running)
+    engine = running.service.turns.models[checkpoint().fingerprint].client.engine
+    with running.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
+    ) as response:  # fmt: skip
+        id, _ = next(events(response))
+    left = time.monotonic()
+    while engine.load != (0, 0) and time.monotonic() - left < 2:
+        time.sleep(0.005)
+    assert time.monotonic() - left < 0.5
+    time.sleep(0.1)
+    found = running.service.store.response("local", id.rpartition(":")[0])
+    assert found.status == "interrupted"
+    assert session(running)["position"] == 10 + len(found.ids)
+    assert list(found.ids) == greedy(checkpoint(), list(b"The whale"), len(found.ids))[0]
+    assert not session(running)["busy"]
+
+
+def test_a_new_turn_closes_an_interrupted_response(running: Running) -> None:
+    make(running)
+    with running.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
+    ) as response:  # fmt: skip
+        id = next(events(response))[0].rpartition(":")[0]
+    time.sleep(0.3)
+    running.client().completions.create(**ASK, extra_body={"session_id": "ada"})
+    with running.http() as http, http.stream("GET", f"/v1/streams/{id}") as response:
+        got = list(events(response))
+    assert got[-1][1]["error"]["code"] == "response_closed"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_with_the_same_key_is_applied_once(running: Running, stream: bool) -> None:
+    make(running)
+    client = running.client()
+    texts, marks = [], []
+    for _ in range(3):
+        found = client.completions.create(
+            **ASK, stream=stream, extra_headers={"Idempotency-Key": "k1"}, extra_body={"session_id": "ada", "expected_version": 1}
+        )
+        parts = list(found) if stream else [found]
+        texts.append("".join(part.choices[0].text for part in parts))
+        marks.append(parts[-1].session)
+    assert texts == [expected()] * 3
+    assert marks == [marks[0]] * 3
+    assert session(running)["position"] == 70
+    with pytest.raises(openai.ConflictError):
+        client.completions.create(
+            **(ASK | {"prompt": "other"}), extra_headers={"Idempotency-Key": "k1"}, extra_body={"session_id": "ada"}
+        )
+    assert session(running)["position"] == 70
+
+
+@pytest.mark.parametrize("lost", ["in the middle", "at the end"])
+def test_the_stock_clients_own_retries_do_not_apply_a_turn_twice(running: Running, lost: str) -> None:
+    """The connection is lost before an answer arrives; what the client sends again by itself is joined to the first."""
+    make(running)
+    tokens = 300
+
+    def ready() -> bool:
+        return session(running)["position"] >= (10 + tokens if lost == "at the end" else 20)
+
+    with dropping(running.url, ready) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
+        found = client.completions.create(**(ASK | {"max_tokens": tokens}), extra_body={"session_id": "ada"})
+    assert found.choices[0].text == expected(tokens=tokens)
+    assert session(running)["position"] == 10 + tokens
+    assert "pmi_joined_total 1.0" in running.http().get("/metrics").text
+    client = running.client()
+    client.completions.create(**(ASK | {"max_tokens": 5}), extra_body={"session_id": "ada"})
+    assert session(running)["position"] == 10 + tokens + 9 + 5, "the next one is a new turn"
+
+
+@contextmanager
+def dropping(url: str, ready: Callable[[], bool]) -> Iterator[str]:
+    """A proxy that keeps the first answer to itself and hangs up once `ready`; later connections pass."""
+    target = urlsplit(url)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for number in range(100):
+            try:
+                client = listener.accept()[0]
+            except OSError:
+                return
+            server = socket.create_connection((target.hostname, target.port))
+            threading.Thread(target=copy, args=(client, server), daemon=True).start()
+            if number:
+                threading.Thread(target=copy, args=(server, client), daemon=True).start()
+            else:
+                while not ready():
+                    time.sleep(0.01)
+                for each in (client, server):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+
+
+def copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+def test_a_busy_session_is_a_409_with_retry_after_and_nothing_is_lost(running: Running) -> None:
+    make(running)
+    results: list[httpx.Response] = []
+
+    def ask() -> None:
+        with running.http() as http:
+            results.append(http.post("/v1/completions", json=ASK | {"session_id": "ada", "max_tokens": 200}))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    codes = sorted(result.status_code for result in results)
+    assert codes.count(200) >= 1
+    assert set(codes) <= {200, 409}
+    for result in results:
+        if result.status_code == 409:
+            assert result.json()["error"]["code"] in ("session_busy", "version_conflict")
+            assert result.json()["error"]["code"] != "session_busy" or int(result.headers["Retry-After"]) >= 1
+    assert session(running)["position"] == 1 + codes.count(200) * 209
+
+
+def test_expected_version_is_compared(running: Running) -> None:
+    made = make(running)
+    client = running.client()
+    first = client.completions.create(**ASK, extra_body={"session_id": "ada", "expected_version": made["version"]})
+    with pytest.raises(openai.ConflictError) as error:
+        client.completions.create(**ASK, extra_body={"session_id": "ada", "expected_version": made["version"]})
+    assert error.value.body["version"] == first.session["version"]
+    client.completions.create(**ASK, extra_body={"session_id": "ada", "expected_version": first.session["version"]})
+
+
+def test_a_turn_that_was_refused_leaves_its_key_free(serve: Serve) -> None:
+    running = serve(engine={"lanes": 1, "queue": 1, "threads": None})
+    make(running)
+    long, keyed = ASK | {"stream": True, "max_tokens": 9000}, {"Idempotency-Key": "k"}
+    with running.http() as http, http.stream("POST", "/v1/completions", json=long) as busy:
+        stream = events(busy)  # kept: a generator that is dropped closes the connection
+        next(stream)
+        waiting = threading.Thread(target=running.http().post, args=("/v1/completions",), kwargs={"json": ASK})
+        waiting.start()
+        while running.service.turns.models[checkpoint().fingerprint].client.engine.load[1] == 0:
+            time.sleep(0.005)
+        refused = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"}, headers=keyed)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert int(refused.headers["Retry-After"]) >= 1
+    waiting.join()
+    again = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"}, headers=keyed)
+    assert again.json()["choices"][0]["text"] == expected()
+
+
+def test_a_stale_writer_is_fenced(serve: Serve) -> None:
+    """Two services over one store. One freezes and its lease runs out; the other goes on; the first may not write any more."""
+    frozen, other = serve(), serve()
+    make(frozen)
+    engine = frozen.service.turns.models[checkpoint().fingerprint].client.engine
+    with frozen.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"session_id": "ada", "stream": True, "max_tokens": 5000}
+    ) as response:  # fmt: skip
+        stream = events(response)
+        next(stream)
+        engine.journal.abandon()
+        with engine._changed:  # its loop waits here
+            deadline = time.monotonic() + 10
+            while session(other)["busy"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            position = session(other)["position"]
+            taken = other.http().post("/v1/completions", json=ASK | {"session_id": "ada", "max_tokens": 7})
+            assert taken.status_code == 200, taken.text
+        rest = list(stream)
+    assert rest[-1][1]["error"]["code"] == "session_lost"
+    assert session(other)["position"] == position + 9 + 7, "nothing of the stale writer came behind it"
+
+
+@pytest.mark.needs("redis-server")
+def test_sessions_in_redis_do_the_same(serve: Serve, redis_server: LocalRedis) -> None:  # noqa: F811
+    first = serve(store=f"{redis_server.url}?prefix=api")
+    make(first)
+    body = ASK | {"session_id": "ada", "stream": True, "max_tokens": 200}
+    text, last = "", ""
+    with first.http() as http, http.stream("POST", "/v1/completions", json=body, headers={"Idempotency-Key": "k"}) as response:
+        for id, data in events(response):
+            text, last = text + data["choices"][0]["text"], id
+            break
+    second = serve(store=f"{redis_server.url}?prefix=api")
+    with second.http() as http, http.stream("GET", f"/v1/streams/{last.split(':')[0]}", headers={"Last-Event-ID": last}) as rest:
+        text += "".join(data["choices"][0]["text"] for _, data in events(rest) if data["choices"])
+    assert text == expected(tokens=200)
+    again = first.http().post("/v1/completions", json=body | {"stream": False}, headers={"Idempotency-Key": "k"}).json()
+    assert again["choices"][0]["text"] == text
+    assert session(first)["position"] == 210
