@@ -5,8 +5,10 @@ import sys
 from lm.cli import app
 from lm.commands import run
 from serving.engine.cli import mount as mount_engine
+from serving.sessions.cli import app as sessions_app
 
 mount_engine(app)
+app.add_typer(sessions_app, name="sessions")
 
 
 def main() -> None:

@@ -67,10 +67,7 @@ class DeltaWrite(nn.Module):
             keys = sum((tap * x for tap, x in zip(self.taps[1:], lagged, strict=True)), self.taps[0] * keys)
         keys = F.normalize(keys.unflatten(-1, (len(self.retention), -1)).transpose(2, 3), dim=-1)  # [b, s, c, r, k]
         values = self.value(h).unflatten(-1, (len(self.retention), -1)).transpose(2, 3)
-        strength = (self.strength(h) + self.strength_bias).sigmoid().mT[..., None]  # [b, s, c, r, 1]
-        if self.top_k is not None and self.top_k < strength.shape[-2]:
-            winners, places = strength.topk(self.top_k, -2)
-            strength = torch.zeros_like(strength).scatter(-2, places, winners)
+        strength = self.strengths(h)
         overlap = (strength * keys) @ keys.mT
         solved = torch.linalg.solve_triangular(
             overlap.tril(-1), strength * torch.cat([keys, values], -1), upper=False, unitriangular=True
@@ -78,6 +75,14 @@ class DeltaWrite(nn.Module):
         erased, written = solved.split([keys.shape[-1], values.shape[-1]], -1)
         keep = torch.eye(keys.shape[-1], device=h.device) - keys.mT @ erased
         return Transition(self.retention.sigmoid()[:, None, None] * keep, keys.mT @ written)
+
+    def strengths(self, h: Tensor) -> Tensor:
+        """How strongly each row is written to each fragment [b, s, c, r, 1]."""
+        strength = (self.strength(h) + self.strength_bias).sigmoid().mT[..., None]
+        if self.top_k is not None and self.top_k < strength.shape[-2]:
+            winners, places = strength.topk(self.top_k, -2)
+            strength = torch.zeros_like(strength).scatter(-2, places, winners)
+        return strength
 
 
 class DeltaRead(nn.Module):
@@ -93,7 +98,11 @@ class DeltaRead(nn.Module):
 
     def forward(self, h: Tensor, memory: Tensor) -> Tensor:
         """U_l [b, s, t, d] for tokens `h [b, s, t, d]` of segments whose memory is `[b, s, c, k, v]`."""
+        return self.up(self.answers(h, memory).flatten(-2))
+
+    def answers(self, h: Tensor, memory: Tensor) -> Tensor:
+        """What each fragment gives to each token [b, s, t, c, v]."""
         query = F.normalize(self.query(h).unflatten(-1, (-1, self.key_width)).transpose(2, 3), dim=-1)  # [b, s, c, t, k]
         answer = (query @ memory).transpose(2, 3)  # [b, s, t, c, v]
         scale = (answer.square().mean(-1, keepdim=True) + ANSWER_FLOOR).rsqrt()
-        return self.up((answer * (scale * self.gate(h).sigmoid()[..., None]) * self.norm).flatten(-2))
+        return answer * (scale * self.gate(h).sigmoid()[..., None]) * self.norm

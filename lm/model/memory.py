@@ -67,10 +67,15 @@ class WorkingWrite(nn.Module):
         candidate = self.norm_candidate(working + self.mlp(self.norm_attended(working + attended)))
         if perceived is None:
             return candidate.tanh()
+        take, keep = self.gates(working, perceived)
+        return take * candidate.tanh() + MAX_RETENTION * keep * working
+
+    def gates(self, working: Tensor, perceived: Tensor) -> tuple[Tensor, Tensor]:
+        """The input and the forget gates [b, n, ...]."""
         # [b, n, gate, ...]: what the tokens say counts for both gates (paper, appendix), what a slot says for each its own
         gates = self.gate_slots(working.tanh()).unflatten(-1, (2, -1)) + perceived[:, None, None] + self.gate_bias
         take, keep = gates.sigmoid().unbind(2)
-        return take * candidate.tanh() + MAX_RETENTION * keep * working
+        return take, keep
 
 
 class SlotConsolidation(nn.Module):
@@ -140,15 +145,11 @@ class Read(nn.Module):
     def forward(self, readout: Readout, h: Tensor, opened: Open, span: Span, donate: bool) -> tuple[Tensor, Open]:
         """Read for tokens `h [b, s, t, d]` of segments whose memory is `readout [b, s, ...]`; also the open part after."""
         config = self.config
-        u_w = u_l = None
-        scores = h @ readout.address
-        if config.read != "long_term":
-            own, scores = scores.split([readout.working.shape[-2], scores.shape[-1] - readout.working.shape[-2]], -1)
-            u_w = own.unflatten(-1, (config.heads, -1)).softmax(-1).flatten(-2) @ readout.working
+        own, others = self.attention(readout, h)
+        u_w = None if own is None else own.flatten(-2) @ readout.working
+        u_l = None if others is None else others.flatten(-2) @ readout.long_term
         if config.keeps_long_term and config.consolidation == "delta":
             u_l = self.delta(h, readout.long_term)
-        elif config.keeps_long_term:
-            u_l = compete(scores.unflatten(-1, (config.heads, -1)), config.top_k).flatten(-2) @ readout.long_term
         if config.correction:
             assert u_w is not None
             assert u_l is not None
@@ -157,6 +158,17 @@ class Read(nn.Module):
         if u_w is None or u_l is None:
             return self.out(u_w if u_l is None else u_l), opened
         return self.out(torch.lerp(u_l, u_w, self.alpha)), opened
+
+    def attention(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Weights of the working and of the long-term slots [b, s, t, heads, n]; None for a level without slots to read."""
+        config, scores = self.config, h @ readout.address
+        own = others = None
+        if config.read != "long_term":
+            mine, scores = scores.split([readout.working.shape[-2], scores.shape[-1] - readout.working.shape[-2]], -1)
+            own = mine.unflatten(-1, (config.heads, -1)).softmax(-1)
+        if config.keeps_long_term and config.consolidation != "delta":
+            others = compete(scores.unflatten(-1, (config.heads, -1)), config.top_k)
+        return own, others
 
     def _correct(
         self, queries: Tensor, keys: Tensor, values: Tensor, opened: Open, span: Span, donate: bool

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lm.model.checks import finite
 from lm.model.decoder import PMI
 from lm.model.memory import memory_shapes
 from lm.model.state import State, map_tensors, named_tensors, raw_bytes
@@ -72,7 +73,7 @@ def capture(model: PMI, state: State, lane: int) -> Captured:
 def encode(captured: Captured, identity: Identity) -> bytes:
     """The other half of `dump`: the bytes."""
     tensors, position = captured.tensors, captured.position
-    bad = [name for name, x in tensors.items() if not bool(x.isfinite().all())]
+    bad = [name for name, x in tensors.items() if not finite(x)]
     if bad:
         raise SnapshotError(f"the state at position {position} is not finite in {', '.join(bad[:4])}; nothing was written")
     about = {

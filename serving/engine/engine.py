@@ -405,7 +405,7 @@ class Engine:
             Entry(
                 sequence, sequence.journalled, ids, sequence.snapshot, bool(ids) and sequence.turn,
                 len(sequence.request.continued) + sequence.produced - len(generated), list(generated),
-                status, event, error, status != "running",
+                status, event, error, sequence.produced == 1, status != "running",
             )
         )  # fmt: skip
         sequence.journalled += len(ids)

@@ -1,7 +1,7 @@
 """The writer: puts each step's tokens into the session store, and only then hands them to their callers.
 
-One transaction per step for all lanes, made while the next step is computed. If the store is slower than the model, the steps
-that have gathered go into one transaction; a few steps ahead of it the loop waits.
+One transaction for all lanes, made while the next step is computed; at most one per step, and at most one in PACE seconds: steps
+that follow sooner share one (a sequence's first token and its end never wait). Far ahead of a slow store the loop waits.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ from serving.engine.request import Event
 from serving.engine.sequence import Sequence
 from serving.engine.stream import deliver
 from serving.sessions.errors import StoreError, UnavailableError
-from serving.sessions.store import Change, Lease, Outcome, Progress, SessionStore, Snapshot, Status
+from serving.sessions.store import Change, Committed, Lease, Outcome, Progress, SessionStore, Snapshot, Status
 
-AHEAD = 4
+AHEAD = 64
 """Steps that the loop may be ahead of the store."""
+PACE = 0.04
+"""Seconds between transactions, unless someone waits for a first token or an end: nobody reads faster than that."""
 PATIENCE = 10.0
 """Seconds that the writer tries again when the store does not answer, before the sequences fail."""
 
@@ -38,6 +40,7 @@ class Entry:
     status: Status = "running"
     event: Event | None = None
     error: BaseException | None = None
+    first: bool = False
     final: bool = False
 
     def then(self, later: "Entry") -> "Entry":
@@ -45,7 +48,7 @@ class Entry:
         event = self.event if later.event is None else later.event if self.event is None else self.event.then(later.event)
         return Entry(
             self.sequence, self.at, self.ids + later.ids, later.snapshot or self.snapshot, self.turn or later.turn,
-            self.response_at, self.response_ids + later.response_ids, later.status, event, later.error, later.final,
+            self.response_at, self.response_ids + later.response_ids, later.status, event, later.error, self.first, later.final,
         )  # fmt: skip
 
 
@@ -59,10 +62,17 @@ class Journal:
         self._steps: queue.Queue[list[Entry] | None] = queue.Queue(AHEAD)
         self._held: dict[Sequence, float] = {}  # leases to be prolonged, and when they last were
         self._lock = threading.Lock()
+        self._last = 0.0
         self.transactions, self.snapshots, self.seconds = 0, 0, 0.0
-        """For measuring: transactions made, snapshots in them, seconds spent."""
+        """For measuring: transactions made, snapshots in them, seconds of this thread's work (not of its waiting)."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
+
+    @property
+    def holds(self) -> int:
+        """Sequences whose end is not yet on disk."""
+        with self._lock:
+            return len(self._held)
 
     def hold(self, sequence: Sequence) -> None:
         """Keep this sequence's lease alive until its last entry."""
@@ -91,9 +101,9 @@ class Journal:
             while True:
                 steps = self._gather()
                 if steps:
-                    began = time.perf_counter()
+                    began = time.thread_time()
                     self._commit(_merged(entry for step in steps if step is not None for entry in step))
-                    self.seconds += time.perf_counter() - began
+                    self.seconds += time.thread_time() - began
                 self._heartbeat()
                 if None in steps:
                     return
@@ -105,10 +115,14 @@ class Journal:
         steps: list[list[Entry] | None] = []
         try:
             steps.append(self._steps.get(timeout=0.5))
+            while not _urgent(steps[-1]) and (left := self._last + PACE - time.monotonic()) > 0:
+                steps.append(self._steps.get(timeout=left))
             while True:
                 steps.append(self._steps.get_nowait())
         except queue.Empty:
-            return steps
+            pass
+        self._last = time.monotonic()
+        return steps
 
     def _commit(self, entries: list[Entry]) -> None:
         with self._lock:
@@ -125,6 +139,9 @@ class Journal:
         except StoreError as error:
             outcomes = [error] * len(changes)
         failures |= {i: outcome for i, outcome in zip(changes, outcomes, strict=True) if isinstance(outcome, StoreError)}
+        for i, outcome in zip(changes, outcomes, strict=True):
+            if isinstance(outcome, Committed):
+                entries[i].sequence.stream.usage.version = outcome.version
         now, ended = time.monotonic(), []
         for i, entry in enumerate(entries):
             with self._lock:
@@ -148,10 +165,13 @@ class Journal:
         if entry.snapshot is not None:
             snapshot = Snapshot(entry.snapshot.position, encode(entry.snapshot, self._identity))
             self.snapshots += 1
+            self.snapshot_bytes += len(snapshot.data)
         request = entry.sequence.request
         progress = None
         if request.response is not None:
             progress = Progress(request.response, entry.response_at, entry.response_ids, entry.status, tenant=request.tenant)
+        if entry.sequence.lease is None:
+            return Change(None, response=progress)
         return Change(entry.sequence.lease, entry.at, entry.ids, snapshot, entry.turn, response=progress)
 
     def _insist(self, changes: list[Change]) -> Iterable[Outcome]:
@@ -189,6 +209,11 @@ class Journal:
     def _release(self, leases: list[Lease]) -> None:
         with contextlib.suppress(StoreError):  # they run out by themselves
             self.store.release(leases)
+
+
+def _urgent(step: list[Entry] | None) -> bool:
+    """Whether a caller waits for a first token or an end, or the journal is to be closed."""
+    return step is None or any(entry.first or entry.final for entry in step)
 
 
 def _merged(entries: Iterable[Entry]) -> list[Entry]:

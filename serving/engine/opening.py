@@ -8,7 +8,7 @@ from lm.model.pretrained import Checkpoint
 from lm.model.snapshot import Identity, SnapshotError, load_snapshot
 from serving.engine.request import CHOICE_STREAM, Usage
 from serving.engine.sequence import Sequence
-from serving.sessions.errors import DamagedError, InvalidError
+from serving.sessions.errors import ConflictError, DamagedError, InvalidError
 from serving.sessions.store import Session, SessionStore
 
 
@@ -33,6 +33,12 @@ def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, second
     try:
         session = store.get(request.tenant, request.session)
         _check(checkpoint, session)
+        if request.expected_version not in (None, session.version):
+            raise ConflictError(
+                f"session {session.id!r}: version {request.expected_version} was expected, it is at {session.version}; "
+                "read it again",
+                session.version,
+            )
         data = store.snapshot(session)
         try:
             mine = identity(checkpoint)

@@ -39,6 +39,8 @@ class Request:
     """Whether the prompt starts a turn, which can be taken back; false where an interrupted one goes on."""
     continued: Sequence[int] = ()
     """Ids that the response has already, where an interrupted one goes on."""
+    expected_version: int | None = None
+    """Of the session: if it is at another one, nothing is read (ConflictError)."""
     deadline: float | None = None
     """Seconds from now on after which generation ends with what there is."""
 
@@ -84,3 +86,5 @@ class Usage:
     generated: int = 0
     seed: int = 0
     stream: int = 0
+    version: int = 0
+    """Of the session, with the tokens handed out so far."""

@@ -589,7 +589,7 @@ class BaseStore(ABC):
 
     @abstractmethod
     def prolong(self, leases: Sequence[Lease]) -> Sequence[bool]:
-        """Whether each is still held; those last as long as they say from now (0: given back)."""
+        """Whether each is still held; those last as long as they say from now (0: given back, and its fence is spent)."""
 
     @abstractmethod
     def drop(self, tenant: str, id: str) -> None:

@@ -3,12 +3,14 @@
 A file is named by the hash of its content and a random part: removing one can never take away what another writer has just put.
 """
 
+import errno
 import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from lm.data.files import sync_folder
 from serving.sessions.errors import FullError
 
 ORPHAN_SECONDS = 3600.0
@@ -37,7 +39,7 @@ class FolderBlobs:
                     os.fsync(file.fileno())
                 os.replace(part, self.folder / name)
             if names:
-                self._sync_folder()
+                sync_folder(self.folder)
         except OSError as error:
             for name in names:
                 (self.folder / f".{name}.part").unlink(missing_ok=True)
@@ -69,18 +71,9 @@ class FolderBlobs:
                 continue
         return found
 
-    def _sync_folder(self) -> None:
-        handle = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
 
 def full(error: OSError, where: str) -> FullError | None:
     """A FullError if that is what an OSError says."""
-    import errno
-
     if errno.errorcode.get(error.errno or 0) in NO_ROOM:
         return FullError(f"{where}: no room left ({error.strerror}); free some or evict sessions. Nothing was changed")
     return None

@@ -354,7 +354,7 @@ def check_settings(settings: Settings) -> None:
         size = len(json.dumps(dict(settings.sampling), allow_nan=False))
         if size > MAX_SAMPLING:
             problems.append(f"sampling: {size} bytes as JSON; at most {MAX_SAMPLING}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"sampling: not JSON ({error})")
     if problems:
         raise InvalidError(problems)

@@ -22,6 +22,8 @@ from serving.sessions.store import Lease, Limits, Response, Usage
 
 PATIENCE = 10.0
 """Seconds that a call waits for a server that does not answer, which may be restarting."""
+OPENING_PATIENCE = 2.0
+"""The same while the store is opened: a wrong address should not take long to say so."""
 STAGED_SECONDS = 3600
 """A snapshot that no commit followed is forgotten so soon."""
 REQUIRED = {
@@ -47,7 +49,7 @@ class RedisStore(BaseStore):
         patience: float = PATIENCE,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.url, self.prefix, self.patience, self._fixed = url, prefix, patience, clock
+        self.url, self.prefix, self.patience, self._fixed = url, prefix, min(patience, OPENING_PATIENCE), clock
         self._redis = redis.Redis.from_url(url, socket_timeout=30, socket_connect_timeout=5)
         script: str = resources.files("serving.sessions").joinpath("script.lua").read_text()
         self._script = self._redis.register_script(script)
@@ -55,6 +57,7 @@ class RedisStore(BaseStore):
         if durability == "full":
             self._check_durability()
         seconds, micros = self._try(self._redis.time)
+        self.patience = patience
         offset = seconds + micros / 1e6 - time.time()
         super().__init__(limits or Limits(), clock or (lambda: time.time() + offset))
 

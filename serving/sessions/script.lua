@@ -180,7 +180,11 @@ function operations.prolong()
   for _ = 1, tonumber(take()) do
     local key, guard, seconds = session_key(take(), take()), take(), take()
     local held = redis.call('HGET', key, 'fence') == guard
-    if held then redis.call('HSET', key, 'until', tonumber(seconds) > 0 and later(seconds) or '0') end
+    if held and tonumber(seconds) > 0 then
+      redis.call('HSET', key, 'until', later(seconds))
+    elseif held then -- given back: worth nothing from now on
+      redis.call('HSET', key, 'until', '0', 'fence', fence())
+    end
     alive[#alive + 1] = held and 1 or 0
   end
   return alive

@@ -307,9 +307,10 @@ class SQLiteStore(BaseStore):
         with self._transaction() as db:
             now = self.clock()
             for lease in leases:
+                fence = lease.fence if lease.seconds else self._fence(db)  # given back: worth nothing from now on
                 done = db.execute(
-                    "UPDATE sessions SET until = ? WHERE tenant = ? AND id = ? AND fence = ?",
-                    (now + lease.seconds if lease.seconds else 0.0, lease.tenant, lease.id, lease.fence),
+                    "UPDATE sessions SET until = ?, fence = ? WHERE tenant = ? AND id = ? AND fence = ?",
+                    (now + lease.seconds if lease.seconds else 0.0, fence, lease.tenant, lease.id, lease.fence),
                 )
                 alive.append(done.rowcount == 1)
         return alive

@@ -154,6 +154,14 @@ def test_a_stale_writer_is_refused_and_leaves_nothing(store: BaseStore, make: Ma
     other.close()
 
 
+def test_a_lease_that_was_given_back_is_worth_nothing(store: BaseStore) -> None:
+    lease = begin(store)
+    store.release([lease])
+    assert isinstance(store.commit([Change(lease, 0, [1])])[0], StaleError)
+    assert isinstance(store.heartbeat([lease])[0], StaleError)
+    assert store.get(A, "s").version == 1
+
+
 def test_a_lease_of_a_deleted_session_is_worth_nothing_in_its_successor(store: BaseStore) -> None:
     old = begin(store)
     store.release([old])

@@ -1,0 +1,238 @@
+"""The engine: what batching gives, what the loop and the journal cost, and how soon a resumed session speaks.
+
+    make bench-engine
+    python -m benchmarks.engine --part steps --threads 2
+
+steps    seconds per step in the steady state of 32 lanes at spread positions, all streams consumed in an event loop: the bare
+         batched model (same lanes, greedy), the engine, and the engine with 32 SQLite sessions; and the engine with one lane.
+         All in turns in one process, as ratios of the same round: median (quartiles). A round is one segment of steps, so that
+         each lane writes its memory, and its snapshot, once.
+resume   time to the first token of a session read from SQLite, at growing histories, in turns; and GPT-2 of the same size that
+         reads its history of 8,192 tokens again
+bytes    a stored session against a KV cache
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Ratio, ratio, save
+from benchmarks.peers import gpt2
+from lm import machine
+from lm.config import load_model_config
+from lm.data.tokenizer import ByteTokenizer
+from lm.generation.sampling import Sampling
+from lm.model import PMI, State
+from lm.model.pretrained import Checkpoint, fingerprint
+from lm.model.proofs import draw_zeros
+from lm.model.snapshot import sizes
+from serving.engine import Engine, EngineConfig, Request
+from serving.engine.opening import identity
+from serving.sessions.opening import open_store
+from serving.sessions.store import LOCAL, SessionStore, Settings
+
+LANES = 32
+GREEDY = Sampling(temperature=0)
+HISTORIES = [1_000, 8_192, 65_536]
+console = Console()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--part", choices=["steps", "resume", "bytes"], action="append")
+    parser.add_argument("--longest", type=int, default=HISTORIES[-1], help="longest history of `resume`")
+    args = parser.parse_args()
+    machine.keep_pages()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    model = draw_zeros(PMI(load_model_config(args.preset, ["dropout=0"]))).eval()
+    checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
+    parts = args.part or ["steps", "resume", "bytes"]
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(f"sqlite:///{folder}/sessions.db")
+        if "steps" in parts:
+            steps(checkpoint, store, args)
+        if "resume" in parts:
+            resume(checkpoint, store, args)
+        if "bytes" in parts:
+            compare_bytes(checkpoint, args)
+        store.close()
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+def prompts(segment: int) -> list[list[int]]:
+    """Prompts that put the lanes at positions spread evenly over a segment."""
+    return [torch.randint(0, 256, (segment + i * segment // LANES,)).tolist() for i in range(LANES)]
+
+
+def bare_state(model: PMI, texts: list[list[int]]) -> State:
+    with torch.inference_mode():
+        return State.concatenate([model(torch.tensor([[256, *text]]), model.initial_state(1))[1] for text in texts])
+
+
+def bare(model: PMI, state: State, count: int) -> tuple[float, State]:
+    """Seconds per step of the batched model alone: read a token per lane, take the likeliest."""
+    with torch.inference_mode():
+        token = torch.zeros(state.lanes, 1, dtype=torch.long)
+        began = time.perf_counter()
+        for _ in range(count):
+            hidden, state = model(token, state, donate=True)
+            token = model.head.logits(hidden[:, -1]).argmax(-1, keepdim=True)
+        return (time.perf_counter() - began) / count, state
+
+
+async def steady(engine: Engine, requests: list[Request], count: int) -> float:
+    """Seconds per step over `count` steps with all requests decoding."""
+
+    async def consume(request: Request) -> None:
+        async for _ in engine.submit(request):
+            pass
+
+    tasks = [asyncio.create_task(consume(request)) for request in requests]
+    while len(engine._decoding) < len(requests):
+        await asyncio.sleep(0.005)
+    first, began = engine.counters.steps, time.perf_counter()
+    while engine.counters.steps < first + count:
+        await asyncio.sleep(0.002)
+    seconds = (time.perf_counter() - began) / (engine.counters.steps - first)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    while engine.load != (0, 0) or (engine.journal is not None and engine.journal.holds):
+        await asyncio.sleep(0.005)
+    return seconds
+
+
+def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace) -> None:
+    model, segment = checkpoint.model, checkpoint.model.config.segment
+    texts = prompts(segment)
+    state = bare_state(model, texts)
+    seconds: dict[str, list[float]] = {"bare": [], "engine": [], "engine, SQLite": [], "engine, 1 lane": []}
+    config = EngineConfig(lanes=LANES, threads=args.threads)
+    journal: dict[str, float] = {}
+    with Engine(checkpoint, config) as plain, Engine(checkpoint, config, store) as durable:
+        for number in range(-1, args.rounds):
+            ids = [f"r{number + 1}-{i}" for i in range(LANES)]
+            for id_ in ids:
+                store.create(LOCAL, id_, settings(checkpoint))
+            free = [Request(text, 10**9, GREEDY) for text in texts]
+            kept = [Request(text, 10**9, GREEDY, session=id_) for text, id_ in zip(texts, ids, strict=True)]
+            taken, state = bare(model, state, segment)
+            row = [taken]
+            assert durable.journal is not None
+            for engine, requests in ((plain, free), (durable, kept), (plain, free[:1])):
+                before = (durable.journal.transactions, durable.journal.snapshots, durable.journal.seconds)
+                row.append(asyncio.run(steady(engine, requests, segment)))
+                if engine is durable and number >= 0:
+                    after = (durable.journal.transactions, durable.journal.snapshots, durable.journal.seconds)
+                    for name, a, b in zip(("transactions", "snapshots", "seconds"), before, after, strict=True):
+                        journal[name] = journal.get(name, 0) + b - a
+            for id_ in ids:
+                store.delete(LOCAL, id_)
+            if number >= 0:
+                for values, value in zip(seconds.values(), row, strict=True):
+                    values.append(value)
+    bare_, engine_, durable_, single = seconds.values()
+    rows: dict[str, tuple[Ratio, str]] = {
+        "tokens/s of 32 lanes over 1 lane": (ratio([x / LANES for x in engine_], single), "at least 8"),
+        "engine's step over the bare step": (ratio(bare_, engine_), "below 1.10"),
+        "step with SQLite over without": (ratio(engine_, durable_), "below 1.05"),
+    }
+    table = Table(
+        "figure", "ratio", "wanted", title=f"{args.preset}, {args.threads} thread(s), {args.rounds} rounds of {segment} steps"
+    )
+    for name, (value, wanted) in rows.items():
+        table.add_row(name, str(value), wanted)
+    console.print(table)
+    milliseconds = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    console.print({name: f"{value:.2f} ms/step" for name, value in milliseconds.items()}, journal)
+    save(f"engine_steps_{args.preset}_{args.threads}", {
+        "preset": args.preset, "threads": args.threads, "lanes": LANES, "rounds": args.rounds, "ms_per_step": milliseconds,
+        "ratios": {name: value for name, (value, _) in rows.items()}, "journal": journal,
+    })  # fmt: skip
+
+
+def settings(checkpoint: Checkpoint) -> Settings:
+    mine = identity(checkpoint)
+    return Settings(mine.model, mine.tokenizer, checkpoint.model.config.segment)
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------
+
+
+def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace) -> None:
+    model = checkpoint.model
+    histories = [length for length in HISTORIES if length <= args.longest]
+    segment = model.config.segment
+    config = EngineConfig(lanes=2, threads=args.threads)
+    rows = []
+    with Engine(checkpoint, config, store) as engine:
+        for length in histories:  # a whole segment less two behind the boundary: about the longest tail there is
+            store.create(LOCAL, f"h{length}", settings(checkpoint))
+            count = length // segment * segment + segment - 2
+            engine.submit(Request(torch.randint(0, 256, (count,)).tolist(), 0, GREEDY, session=f"h{length}")).result()
+        for length in histories:
+            store.fork(LOCAL, f"h{length}", f"warm{length}")
+            first_token(engine, f"warm{length}")
+        seconds: dict[int, list[float]] = {length: [] for length in histories}
+        for number in range(args.rounds):
+            for length in histories:  # each time from a fork, so that all rounds find the same session
+                store.fork(LOCAL, f"h{length}", f"h{length}-{number}")
+                seconds[length].append(first_token(engine, f"h{length}-{number}"))
+        replayed = engine.counters.replayed / engine.counters.resumed
+    config_ = model.config
+    peer = gpt2(config_, positions=8_192 + 1).eval()
+    again = []
+    with torch.inference_mode():
+        for _ in range(3):
+            began = time.perf_counter()
+            peer(torch.randint(0, 256, (1, 8_192)), use_cache=True, logits_to_keep=1)
+            again.append(time.perf_counter() - began)
+    slow = statistics.median(again)
+    table = Table("history", "first token, ms", "over the shortest", "GPT-2 reading 8,192 again is slower by",
+                  title=f"{args.preset}, {args.threads} threads, {replayed:.0f} tokens replayed; GPT-2: {slow:.2f} s")  # fmt: skip
+    for length in histories:
+        median = statistics.median(seconds[length])
+        flat = ratio(seconds[histories[0]], seconds[length])
+        rows.append({"history": length, "ms": 1e3 * median, "over_shortest": flat, "gpt2_over": slow / median})
+        table.add_row(f"{length:,}", f"{1e3 * median:.1f}", str(flat), f"{slow / median:.0f}")
+    console.print(table)
+    save(f"engine_resume_{args.preset}", {
+        "preset": args.preset, "threads": args.threads, "replayed": replayed, "gpt2_seconds": slow, "rows": rows,
+    })  # fmt: skip
+
+
+def first_token(engine: Engine, name: str) -> float:
+    began = time.perf_counter()
+    engine.submit(Request([65], 1, GREEDY, session=name)).result()
+    return time.perf_counter() - began
+
+
+def compare_bytes(checkpoint: Checkpoint, args: argparse.Namespace) -> None:
+    config = checkpoint.model.config
+    session = sum(sizes(checkpoint.model))
+    per_token = 2 * 4 * config.layers * config.width
+    table = Table("history", "session, bytes", "KV cache, bytes", "KV cache over session", title=f"{args.preset}, float32")
+    rows = []
+    for length in HISTORIES:
+        cache = per_token * length
+        rows.append({"history": length, "session": session, "cache": cache})
+        table.add_row(f"{length:,}", f"{session:,}", f"{cache:,}", f"{cache / session:.1f}")
+    console.print(table)
+    console.print(f"below {session // per_token + 1} tokens the KV cache is smaller")
+    save(f"engine_bytes_{args.preset}", {"preset": args.preset, "rows": rows, "equal_at": session / per_token})
+
+
+if __name__ == "__main__":
+    main()

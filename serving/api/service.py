@@ -1,0 +1,327 @@
+"""What the routes share: the models, the store, who may do what, and requests turned into turns."""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+
+from lm.generation.sampling import Sampling
+from serving.api.chat import Delta, Past, recognise
+from serving.api.errors import ApiError, as_api_error
+from serving.api.plan import Plan
+from serving.api.schemas import AppendRequest, ChatRequest, CompletionRequest, Generation
+from serving.api.turns import Attempt, Piece, Served, Turn, Turns, aside
+from serving.auth import Keys, Tenant
+from serving.config import Limits, ServeConfig
+from serving.limits import Limiter
+from serving.metrics import Metrics
+from serving.sessions.base import BaseStore
+from serving.sessions.store import LOCAL, Session
+
+LONG_TEXT = 100_000
+"""Characters from which on a text is tokenised in a thread."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, and how."""
+
+    tenant: str
+    limits: Limits
+    request: Request
+    key: str | None = None
+    retry: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the log line of this request says."""
+        return self.request.state.facts  # type: ignore[no-any-return]
+
+
+class Service:
+    """One ingress."""
+
+    def __init__(
+        self, config: ServeConfig, store: BaseStore, models: Sequence[Served], limiter: Limiter, metrics: Metrics,
+        keys: Keys | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.store, self.limiter, self.metrics, self.keys = config, store, limiter, metrics, keys
+        self.models = {served.client.info.fingerprint: served for served in models}
+        self.turns = Turns(store, self.models, config.engine.lease)
+
+    # --- who ---------------------------------------------------------------------------------------------------
+
+    def tenant(self, key: str | None) -> Tenant:
+        """Whose key it is; without keys everyone is the same tenant."""
+        if self.keys is None:
+            return Tenant(LOCAL)
+        found = self.keys.tenant(key or "")
+        if found is None:
+            what = "no API key was given" if key is None else "this API key is not known"
+            raise ApiError(401, "invalid_api_key", f"{what}; send one as `Authorization: Bearer pmi-...`")
+        return found
+
+    def caller(self, request: Request, key: str | None = None) -> Caller:
+        """The caller of a request that has passed the front."""
+        tenant: Tenant = request.state.tenant
+        count = request.headers.get("x-stainless-retry-count", "0")
+        limits = self.config.limits if tenant.limits is None else _joined(self.config.limits, tenant.limits)
+        return Caller(tenant.id, limits, request, key, count.isdecimal() and len(count) < 6 and int(count) > 0)
+
+    # --- models ------------------------------------------------------------------------------------------------
+
+    def model(self, name: str | None) -> Served:
+        """A served model by name or fingerprint (None: the first)."""
+        for served in self.models.values():
+            if name in (None, served.client.info.name, served.client.info.fingerprint):
+                return served
+        names = ", ".join(served.client.info.name for served in self.models.values())
+        raise ApiError(404, "model_not_found", f"model {name!r} is not served; there is {names or 'none'}", "model")
+
+    def model_of(self, session: Session) -> Served:
+        """The model of a session; 409 with the choices there are if it is gone."""
+        served = self.models.get(session.settings.model)
+        if served is not None:
+            return served
+        base = f"/v1/sessions/{session.id}"
+        choices = [
+            {"action": "export", "method": "GET", "path": f"{base}/memory"},
+            {"action": "delete", "method": "DELETE", "path": base},
+        ]
+        if session.settings.keep_history:
+            choices.insert(0, {"action": "migrate", "method": "POST", "path": f"{base}/migrate"})
+        what = "migrate it to another model, export it or delete it" if session.settings.keep_history else (
+            "export it or delete it (it cannot be migrated: its history was not kept)"
+        )  # fmt: skip
+        raise ApiError(
+            409, "session_model_retired",
+            f"session {session.id!r} belongs to model {session.settings.model}, which is not served any more; {what}",
+            choices=choices,
+        )  # fmt: skip
+
+    # --- requests to turns -------------------------------------------------------------------------------------
+
+    async def complete(self, caller: Caller, body: CompletionRequest, session_id: str | None) -> list[Turn]:
+        """The turns of a completion: one, or without a session one for each prompt and choice."""
+        session = await self.session(caller, body, session_id)
+        known = await self._known(caller, body, "completion", session, body.expected_version)
+        if known is not None:
+            return [known]
+        served = self.model(body.model) if session is None else self.model_of(session)
+        given = body.prompt
+        prompts: list[Any] = given if isinstance(given, list) and given and isinstance(given[0], str) else [given]
+        count = len(prompts) * (body.n or 1)
+        if count > 16:
+            raise ApiError(400, "invalid_value", f"{len(prompts)} prompts with n={body.n}: at most 16 answers", "n")
+        ids = [await self.encode(served, prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+        plans = [self._plan("completion", served, x, body, body.max_tokens, session, caller) for x in ids]
+        return await self._start(caller, body, plans, session, body.logprobs, body.n or 1)
+
+    async def chat(self, caller: Caller, body: ChatRequest, session_id: str | None) -> list[Turn]:
+        """The turns of a chat completion."""
+        session = await self.session(caller, body, session_id)
+        known = await self._known(caller, body, "chat", session, body.expected_version)
+        if known is not None:
+            return [known]
+        served = self.model(body.model) if session is None else self.model_of(session)
+        template = self.config.chat
+        past = Past()
+        if session is not None and session.position:
+            said = await aside(self.turns.said, session)
+            if said is not None:
+                response, text, stopped = said
+                chat = Plan.of(response).chat
+                if chat:
+                    past = Past(chat["count"], chat["digest"], text, stopped)
+        delta = recognise(template, body.messages, past, session is None or not session.position)
+        ids = await self.encode(served, delta.text)
+        tokens = body.max_completion_tokens or body.max_tokens
+        plan = self._plan("chat", served, ids, body, tokens, session, caller, tuple(template.stop), delta)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._start(caller, body, [plan], session, logprobs, body.n or 1)
+
+    async def append(self, caller: Caller, body: AppendRequest, session: Session) -> Turn:
+        """Text that is only read into a session."""
+        known = await self._known(caller, body, "append", session, body.expected_version)
+        if known is not None:
+            return known
+        served = self.model_of(session)
+        ids = await self.encode(served, body.text) if body.text is not None else tuple(body.ids or ())
+        if not ids:
+            raise ApiError(400, "invalid_value", "there is nothing to append", "text")
+        self._check_ids(served, ids, caller)
+        plan = Plan("append", session.settings.model, ids, 0, Sampling())
+        await self.admit(caller, len(ids))
+        await self.check_room(caller)
+        attempt = self._attempt(caller, body, "append", session)
+        return self.noted(await self.turns.start(plan, session, attempt, True, progress=body.stream), caller)
+
+    async def _known(self, caller: Caller, body: Any, kind: str, session: Session | None, version: int | None) -> Turn | None:
+        """The turn that this request has started before. If there is none, its session must be at the version it expects."""
+        if session is None:
+            return None
+        found = await aside(self.turns.known, session, self._attempt(caller, body, kind, session))
+        if found is not None:
+            self.metrics("pmi_joined")
+            return self.noted(self.turns.join(found), caller)
+        if version is not None and version != session.version:
+            raise ApiError(
+                409, "version_conflict",
+                f"session {session.id!r}: version {version} was expected, it is at {session.version}; read it again",
+                "expected_version", version=session.version,
+            )  # fmt: skip
+        return None
+
+    def noted(self, turn: Turn, caller: Caller) -> Turn:
+        caller.facts["response"] = turn.id
+        return replace(turn, pieces=self._counted(turn, caller))
+
+    async def session(self, caller: Caller, body: Generation, header: str | None) -> Session | None:
+        """The session that a request names, at the version that it expects."""
+        if body.session_id is not None and header is not None and body.session_id != header:
+            raise ApiError(400, "invalid_value", f"session_id {body.session_id!r}, but X-Session-Id {header!r}", "session_id")
+        id = body.session_id or header
+        if id is None:
+            if body.expected_version is not None:
+                raise ApiError(400, "invalid_value", "expected_version needs a session_id", "expected_version")
+            return None
+        caller.facts["session"] = id
+        session = await aside(self.store.get, caller.tenant, id)
+        if (body.n or 1) != 1:
+            raise ApiError(400, "invalid_value", f"n={body.n}: with a session there is one answer; fork it for more", "n")
+        return session
+
+    def _plan(
+        self, kind: str, served: Served, ids: tuple[int, ...], body: Generation, tokens: int | None, session: Session | None,
+        caller: Caller, stop: tuple[str, ...] = (), delta: Delta | None = None,
+    ) -> Plan:  # fmt: skip
+        self._check_ids(served, ids, caller)
+        limit = caller.limits.max_tokens
+        if tokens is not None and tokens > limit:
+            raise ApiError(400, "invalid_value", f"max_tokens {tokens}: at most {limit} are allowed", "max_tokens")
+        defaults: dict[str, Any] = {"temperature": self.config.temperature}
+        if session is not None:
+            defaults |= dict(session.settings.sampling) | {"seed": session.settings.seed}
+        elif body.seed is None:
+            defaults["seed"] = secrets.randbits(62)
+        if body.seed is not None:
+            defaults["seed"] = body.seed
+        sampling = Sampling(**(defaults | body.sampling())).checked()
+        chat = {} if delta is None else {"count": delta.count, "digest": delta.digest}
+        chosen = tokens or min(self.config.max_tokens, limit)
+        fingerprint = served.client.info.fingerprint
+        return Plan(kind, fingerprint, ids, chosen, sampling, (*body.stops, *stop), ids[-16:], chat=chat)
+
+    async def _start(
+        self, caller: Caller, body: Generation, plans: list[Plan], session: Session | None, logprobs: int | None, n: int
+    ) -> list[Turn]:
+        attempt = self._attempt(caller, body, plans[0].kind, session)
+        await self.admit(caller, sum(len(plan.prompt) + plan.tokens for plan in plans) * n)
+        if session is not None:
+            await self.check_room(caller)
+        if len(plans) * n == 1:
+            turns = [await self.turns.start(plans[0], session, attempt, bool(body.stream), logprobs=logprobs)]
+        else:
+            plain = replace(attempt, key=None)
+            turns = [
+                await self.turns.start(plan, None, plain, False, logprobs=logprobs, choice=choice)
+                for plan in plans
+                for choice in range(n)
+            ]
+        return [self.noted(turn, caller) for turn in turns]
+
+    def _attempt(self, caller: Caller, body: Any, kind: str, session: Session | None) -> Attempt:
+        asked = body.model_dump(mode="json", exclude={"stream", "stream_options", "session_id", "user", "metadata"})
+        text = json.dumps([kind, None if session is None else session.id, asked], sort_keys=True)
+        return Attempt(caller.tenant, hashlib.sha256(text.encode()).hexdigest(), caller.key, caller.retry)
+
+    async def encode(self, served: Served, text: str) -> tuple[int, ...]:
+        """The ids of a text."""
+        if len(text) < LONG_TEXT:
+            return tuple(served.tokenizer.encode(text))
+        return tuple(await aside(served.tokenizer.encode, text))
+
+    def _check_ids(self, served: Served, ids: tuple[int, ...], caller: Caller) -> None:
+        if len(ids) > caller.limits.prompt_tokens:
+            raise ApiError(
+                400, "prompt_too_long", f"a prompt of {len(ids):,} tokens: at most {caller.limits.prompt_tokens:,} are allowed; "
+                "with a session it may be sent in parts", "prompt",
+            )  # fmt: skip
+        vocabulary = served.client.info.vocabulary
+        if ids and max(ids) >= vocabulary:
+            raise ApiError(400, "invalid_value", f"token id {max(ids)}: must be below {vocabulary}", "prompt")
+
+    # --- limits and counting -----------------------------------------------------------------------------------
+
+    async def admit(self, caller: Caller, tokens: int) -> None:
+        """Take a request of so many tokens off the tenant's limits; 429 if there is not enough."""
+        limits = caller.limits
+        if limits.requests_per_minute is None and limits.tokens_per_minute is None:
+            return
+        refused = await self.limiter.take(caller.tenant, limits, tokens)
+        if refused is not None:
+            name, seconds = refused
+            self.metrics("pmi_limited", tenant=caller.tenant, limit=name)
+            allowed = getattr(limits, name)
+            raise ApiError(
+                429, "rate_limit_exceeded", f"{name}: {allowed:,} are allowed; try again in {seconds:.1f} s", retry=seconds
+            )  # fmt: skip
+
+    async def check_room(self, caller: Caller, sessions: int = 0) -> None:
+        """403 if the tenant has used up its room, or would have more sessions than it may."""
+        limits = caller.limits
+        if limits.stored_bytes is None and (limits.sessions is None or not sessions):
+            return
+        usage = await aside(self.store.usage, caller.tenant)
+        stored = usage.bytes + usage.response_bytes
+        if limits.stored_bytes is not None and stored >= limits.stored_bytes:
+            self.metrics("pmi_limited", tenant=caller.tenant, limit="stored_bytes")
+            raise ApiError(
+                403, "quota_exceeded", f"{stored:,} bytes are stored, {limits.stored_bytes:,} are allowed; delete sessions"
+            )
+        if limits.sessions is not None and usage.sessions + sessions > limits.sessions:
+            self.metrics("pmi_limited", tenant=caller.tenant, limit="sessions")
+            raise ApiError(403, "quota_exceeded", f"{usage.sessions} sessions exist, {limits.sessions} are allowed; delete some")
+
+    async def _counted(self, turn: Turn, caller: Caller) -> AsyncGenerator[Piece]:
+        """A turn's pieces, with their times and numbers noted."""
+        info = self.models[turn.model].client.info
+        began = last = time.perf_counter()
+        count, finished = 0, False
+        try:
+            async with aclosing(turn.pieces) as pieces:
+                async for piece in pieces:
+                    now = time.perf_counter()
+                    if piece.ids and not count:
+                        self.metrics("pmi_first_token_seconds", now - began, model=info.name)
+                    elif piece.count > count:
+                        self.metrics("pmi_token_seconds", (now - last) / (piece.count - count), model=info.name)
+                    count, last, finished = max(count, piece.count), now, piece.finish is not None
+                    yield piece
+        except Exception as error:
+            self.note(as_api_error(error))
+            raise
+        finally:
+            caller.facts.update(tokens_in=len(turn.plan.prompt), tokens_out=count, finished=finished)
+            self.metrics("pmi_tokens_out", count, tenant=caller.tenant, model=info.name)
+            if not turn.joined:
+                self.metrics("pmi_tokens_in", len(turn.plan.prompt), tenant=caller.tenant, model=info.name)
+            unused = turn.plan.tokens - count
+            if unused > 0 and caller.limits.tokens_per_minute is not None:
+                await self.limiter.give_back(caller.tenant, caller.limits, unused)
+
+    def note(self, error: ApiError) -> None:
+        """Count an error."""
+        self.metrics("pmi_errors", code=error.code)
+        if error.status == 409:
+            self.metrics("pmi_conflicts", code=error.code)
+
+
+def _joined(default: Limits, own: Limits) -> Limits:
+    return default.model_copy(update=own.model_dump(exclude_unset=True))
