@@ -63,7 +63,7 @@ class Journal:
         self._held: dict[Sequence, float] = {}  # leases to be prolonged, and when they last were
         self._lock = threading.Lock()
         self._last = 0.0
-        self.transactions, self.snapshots, self.seconds = 0, 0, 0.0
+        self.transactions, self.snapshots, self.snapshot_bytes, self.seconds = 0, 0, 0, 0.0
         """For measuring: transactions made, snapshots in them, seconds of this thread's work (not of its waiting)."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()

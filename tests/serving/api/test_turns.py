@@ -1,0 +1,184 @@
+"""Turns are applied once, whoever asks again; streams go on behind the last event that was received."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.api.conftest import GREEDY, Running, Serve
+from tests.serving.engine.conftest import checkpoint, greedy
+
+ASK = {"model": "tiny", "prompt": "The whale", "max_tokens": 60, **GREEDY}
+
+
+def expected(prompt: str = "The whale", tokens: int = 60) -> str:
+    return checkpoint().tokenizer.decode(greedy(checkpoint(), list(prompt.encode()), tokens)[0])
+
+
+def events(response: httpx.Response) -> Iterator[tuple[str, dict]]:
+    """Id and data of each event."""
+    id = ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            id = line[4:]
+        elif line.startswith("data: ") and line != "data: [DONE]":
+            yield id, json.loads(line[6:])
+            id = ""
+
+
+def make(running: Running, id: str = "ada", **more: object) -> dict:
+    return running.http().post("/v1/sessions", json={"id": id, **more}).raise_for_status().json()
+
+
+def session(running: Running, id: str = "ada") -> dict:
+    return running.http().get(f"/v1/sessions/{id}").json()
+
+
+@pytest.mark.parametrize("with_session", [True, False])
+def test_a_dropped_stream_goes_on_where_it_stopped(running: Running, with_session: bool) -> None:
+    make(running)
+    body = ASK | {"stream": True, "max_tokens": 400} | ({"session_id": "ada"} if with_session else {})
+    whole = expected(tokens=400)
+    text, last = "", ""
+    with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+        for id, data in events(response):
+            text, last = text + data["choices"][0]["text"], id
+            if int(id.rpartition(":")[2]) > 3:
+                break
+    while text != whole:
+        id = last.rpartition(":")[0]
+        with running.http() as http, http.stream("GET", f"/v1/streams/{id}", headers={"Last-Event-ID": last}) as response:
+            assert response.status_code == 200, response.read()
+            for n, (id, data) in enumerate(events(response)):
+                if data["choices"]:
+                    text, last = text + data["choices"][0]["text"], id
+                if n == 3:
+                    break
+        assert whole.startswith(text)
+    if with_session:
+        time.sleep(0.2)
+        assert session(running)["position"] == 1 + 9 + 400
+
+
+def test_a_disconnect_frees_the_lane_and_the_journal_holds_what_was_generated(running: Running) -> None:
+    make(running)
+    engine = running.service.turns.models[checkpoint().fingerprint].client.engine
+    with running.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
+    ) as response:  # fmt: skip
+        id, _ = next(events(response))
+    left = time.monotonic()
+    while engine.load != (0, 0) and time.monotonic() - left < 2:
+        time.sleep(0.005)
+    assert time.monotonic() - left < 0.5
+    time.sleep(0.1)
+    found = running.service.store.response("local", id.rpartition(":")[0])
+    assert found.status == "interrupted"
+    assert session(running)["position"] == 10 + len(found.ids)
+    assert list(found.ids) == greedy(checkpoint(), list(b"The whale"), len(found.ids))[0]
+    assert not session(running)["busy"]
+
+
+def test_a_new_turn_closes_an_interrupted_response(running: Running) -> None:
+    make(running)
+    with running.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
+    ) as response:  # fmt: skip
+        id = next(events(response))[0].rpartition(":")[0]
+    time.sleep(0.3)
+    running.client().completions.create(**ASK, extra_body={"session_id": "ada"})
+    with running.http() as http, http.stream("GET", f"/v1/streams/{id}") as response:
+        got = list(events(response))
+    assert got[-1][1]["error"]["code"] == "response_closed"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_with_the_same_key_is_applied_once(running: Running, stream: bool) -> None:
+    make(running)
+    client = running.client()
+    texts, marks = [], []
+    for _ in range(3):
+        found = client.completions.create(
+            **ASK, stream=stream, extra_headers={"Idempotency-Key": "k1"}, extra_body={"session_id": "ada", "expected_version": 1}
+        )
+        parts = list(found) if stream else [found]
+        texts.append("".join(part.choices[0].text for part in parts))
+        marks.append(parts[-1].session)
+    assert texts == [expected()] * 3
+    assert marks == [marks[0]] * 3
+    assert session(running)["position"] == 70
+    with pytest.raises(openai.ConflictError):
+        client.completions.create(
+            **(ASK | {"prompt": "other"}), extra_headers={"Idempotency-Key": "k1"}, extra_body={"session_id": "ada"}
+        )
+    assert session(running)["position"] == 70
+
+
+def test_the_stock_clients_own_retries_do_not_apply_a_turn_twice(running: Running) -> None:
+    """Its first attempt runs into a timeout in the middle of the answer; what it sends again is joined to it."""
+    make(running)
+    body = {"session_id": "ada"}
+    client = running.client(max_retries=5, timeout=0.4)
+    tokens = 1500
+    found = client.completions.create(**(ASK | {"max_tokens": tokens}), extra_body=body)
+    assert found.choices[0].text == expected(tokens=tokens)
+    assert session(running)["position"] == 10 + tokens
+    assert running.service.turns.joined >= 1
+    again = client.completions.create(**(ASK | {"max_tokens": 5}), extra_body=body)
+    assert again.choices[0].text
+    assert session(running)["position"] == 10 + tokens + 9 + 5
+
+
+def test_a_busy_session_is_a_409_with_retry_after_and_nothing_is_lost(running: Running) -> None:
+    make(running)
+    results: list[httpx.Response] = []
+
+    def ask() -> None:
+        with running.http() as http:
+            results.append(http.post("/v1/completions", json=ASK | {"session_id": "ada", "max_tokens": 800}))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    codes = sorted(result.status_code for result in results)
+    assert codes.count(200) >= 1
+    assert set(codes) <= {200, 409}
+    for result in results:
+        if result.status_code == 409:
+            assert result.json()["error"]["code"] in ("session_busy", "version_conflict")
+            assert result.json()["error"]["code"] != "session_busy" or int(result.headers["Retry-After"]) >= 1
+    assert session(running)["position"] == 1 + codes.count(200) * 809
+
+
+def test_expected_version_is_compared(running: Running) -> None:
+    made = make(running)
+    client = running.client()
+    first = client.completions.create(**ASK, extra_body={"session_id": "ada", "expected_version": made["version"]})
+    with pytest.raises(openai.ConflictError) as error:
+        client.completions.create(**ASK, extra_body={"session_id": "ada", "expected_version": made["version"]})
+    assert error.value.body["version"] == first.session["version"]
+    client.completions.create(**ASK, extra_body={"session_id": "ada", "expected_version": first.session["version"]})
+
+
+def test_a_turn_that_was_refused_leaves_its_key_free(serve: Serve) -> None:
+    running = serve(engine={"lanes": 1, "queue": 0, "threads": None})
+    make(running)
+    with running.http() as http, http.stream("POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 9000}) as busy:
+        next(events(busy))
+        refused = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"}, headers={"Idempotency-Key": "k"})
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "overloaded"
+    for _ in range(50):
+        again = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"}, headers={"Idempotency-Key": "k"})
+        if again.status_code == 200:
+            break
+        time.sleep(0.05)
+    assert again.json()["choices"][0]["text"] == expected()
+
+
