@@ -92,10 +92,10 @@ def _show(figures: "Figures", wish: "Wish", made: "Plan") -> None:
     for row in rows:
         table.add_row(*row)
     stdout.print(table)
-    latency = Table("simulated", "first token p50", "p95", "p99", "between tokens p50", "p95", "p99", "refused", "busy")
-    for name, found in (("steady", made.steady), ("one replica killed", made.degraded)):
+    latency = Table("", "p50", "p95", "p99", "p50", "p95", "p99", "refused", "lanes used", title="simulated: first token, between tokens")
+    for name, found in (("steady", made.steady), ("a replica killed", made.degraded)):
         times = (found.first_p50, found.first_p95, found.first_p99, found.gap_p50, found.gap_p95, found.gap_p99)
-        latency.add_row(name, *map(duration, times), f"{found.refused:.1%}", f"{found.busy:.0%}")
+        latency.add_row(name, *map(duration, times), f"{found.refused:.1%}", f"{found.occupancy:.0%}")
     stdout.print(latency)
     kv = made.kv
     stdout.print(

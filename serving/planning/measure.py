@@ -81,10 +81,11 @@ def _measure(
     created = [store.create(LOCAL, names[0], settings)]
     try:
         with Engine(checkpoint, EngineConfig(lanes=1, threads=threads), store) as engine:
-            _run(engine, [_request(2 * t + 1, 1, names[0])])
+            for prompt in (2 * t + 1, t, t):  # three turns that cross boundaries: it then retains what sessions retain
+                _run(engine, [_request(prompt, 1, names[0])])
             for name in names[1:]:
                 created.append(store.fork(LOCAL, names[0], name))
-            # a session at 2T + 3: its tail has 3 ids, and one more is read
+            # its tail has 5 ids (BOS, a prompt's odd one, three answers), and one more is read
             resumed = _latency(lambda n: _run(engine, [_request(1, 1, names[1 + n])])[0].first, ROUNDS)
         present = store.get(LOCAL, names[1])
         snapshot = len(store.snapshot(present) or b"")
@@ -102,7 +103,7 @@ def _measure(
         machine=f"{_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         segment=t, layers=config.layers, width=config.width, step=steps,
         read_call=read_call, read_token=per_token,
-        open=max(0.0, resumed - read_call - 4 * per_token),
+        open=max(0.0, resumed - read_call - 6 * per_token),
         snapshot_bytes=snapshot, session_bytes=present.bytes,
         lane_bytes=sum(x.numel() * x.element_size() for x in tensors(model.initial_state(1))),
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),

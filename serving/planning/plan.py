@@ -52,15 +52,15 @@ class Latency:
     gap_p99: float
     refused: float
     """Share of requests."""
-    busy: float
-    """Share of the time that replicas compute."""
+    occupancy: float
+    """Share of the lanes in use."""
 
     @classmethod
     def of(cls, found: Prediction, requests: int) -> "Latency":
         """The percentiles of a prediction."""
         first = [found.first_token_at(share) for share in (0.5, 0.95, 0.99)]
         gaps = [found.gap_at(share) for share in (0.5, 0.95, 0.99)]
-        return cls(*first, *gaps, found.refused / max(1, requests), found.busy)
+        return cls(*first, *gaps, found.refused / max(1, requests), found.occupancy)
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ class Prediction:
     """Streams that went on at another replica after theirs was lost."""
     completed: int = 0
     tokens: int = 0
-    busy: float = 0.0
-    """Share of the time that replicas were computing."""
+    occupancy: float = 0.0
+    """Share of the lanes that were decoding, over time."""
     seconds: float = 0.0
 
     def first_token_at(self, share: float) -> float:
@@ -169,7 +169,7 @@ class Simulation:
             now, _, kind, details = heapq.heappop(self._events)
             getattr(self, f"_on_{kind}")(now, *details)
         self.found.seconds = now
-        self.found.busy /= max(now, 1e-9) * len(self.replicas)
+        self.found.occupancy /= max(now, 1e-9) * len(self.replicas) * self.cluster.lanes
         return self.found
 
     def _at(self, when: float, kind: str, *details: object) -> None:
@@ -235,7 +235,7 @@ class Simulation:
         self._at(now + seconds, "turned", replica, replica.life, now, stepped, first)
 
     def _on_turned(self, now: float, replica: _Replica, life: int, began: float, stepped: int, first: list[_Job]) -> None:
-        self.found.busy += now - began
+        self.found.occupancy += (now - began) * stepped
         if life != replica.life:
             return
         replica.running = False
