@@ -31,14 +31,16 @@ def plan(
     lanes: Annotated[int, typer.Option(help="Lanes of each engine.", min=1, max=4096)] = 32,
     threads: Annotated[int, typer.Option(help="Threads of torch in each replica, for --measure.", min=1)] = 1,
     first_token: Annotated[float, typer.Option(help="Seconds to the first token for 95 % of requests.", min=0.001)] = 2.0,
-    utilisation: Annotated[float, typer.Option(help="Share of its capacity that a replica is to carry.", min=0.05, max=0.95)] = 0.7,
+    utilisation: Annotated[
+        float, typer.Option(help="Share of its capacity that a replica is to carry.", min=0.05, max=0.95)
+    ] = 0.7,
     spare: Annotated[int, typer.Option(help="Replicas that may be down.", min=0)] = 1,
     overhead: Annotated[float, typer.Option(help="Seconds that HTTP and Ray add to the first token.", min=0)] = 0.01,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the figures on this machine first (seconds).")] = False,
-    figures: Annotated[
-        Path | None, typer.Option(help="Measured figures, read from here; with --measure, written there.")
+    figures: Annotated[Path | None, typer.Option(help="Measured figures, read from here; with --measure, written there.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Where --measure keeps its sessions (default: a file that is removed).")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Where --measure keeps its sessions (default: a file that is removed).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the simulation.", min=0)] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -86,13 +88,18 @@ def _show(figures: "Figures", wish: "Wish", made: "Plan") -> None:
         ("streams at a time", f"{made.concurrent:,.0f}"),
         ("memory", f"{size(made.memory_bytes)} ({size(made.replica_bytes)} per replica)"),
         ("store", f"{size(made.store_bytes)} ({size(figures.session_bytes)} per session)"),
-        ("store traffic", f"{size(made.store_reads)}/s read, {size(made.store_writes)}/s written, {made.store_commits:,.0f} commits/s"),
+        (
+            "store traffic",
+            f"{size(made.store_reads)}/s read, {size(made.store_writes)}/s written, {made.store_commits:,.0f} commits/s",
+        ),
         ("to clients", f"{size(made.client_bytes)}/s at one token per event"),
     ]
     for row in rows:
         table.add_row(*row)
     stdout.print(table)
-    latency = Table("", "p50", "p95", "p99", "p50", "p95", "p99", "refused", "lanes used", title="simulated: first token, between tokens")
+    latency = Table(
+        "", "p50", "p95", "p99", "p50", "p95", "p99", "refused", "lanes used", title="simulated: first token, between tokens"
+    )
     for name, found in (("steady", made.steady), ("a replica killed", made.degraded)):
         times = (found.first_p50, found.first_p95, found.first_p99, found.gap_p50, found.gap_p95, found.gap_p99)
         latency.add_row(name, *map(duration, times), f"{found.refused:.1%}", f"{found.occupancy:.0%}")
@@ -118,4 +125,4 @@ def size(bytes_: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds for people."""
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{1000 * seconds:.3g}ms" if seconds < 1 else f"{seconds:.3g}s"

@@ -1,8 +1,9 @@
 """What a plan is computed from: seconds and bytes of one engine, measured on the machine that it is to run on.
 
-    pmi plan --preset small --measure --figures figures.json ...       measures and keeps them
+pmi plan --preset small --measure --figures figures.json ...       measures and keeps them
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Figures(Schema):
     def step_seconds(self, lanes: int) -> float:
         """Between measured numbers of lanes on a straight line, beyond them on the last one's."""
         known = list(self.step.items())
-        for (a, seconds_a), (b, seconds_b) in zip(known, known[1:], strict=False):
+        for (a, seconds_a), (b, seconds_b) in itertools.pairwise(known):
             if lanes <= b:
                 return seconds_a + (seconds_b - seconds_a) * (max(lanes, a) - a) / (b - a)
         if len(known) == 1:

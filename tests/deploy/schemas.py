@@ -1,8 +1,8 @@
 """What manifests are checked against.
 
-- core Kubernetes kinds, and every pod inside the others: the API server's own JSON schemas (package `kubernetes-validate`), strict
+- core Kubernetes kinds, and every pod inside the others: the API server's own JSON schemas (package `kubernetes-validate`)
 - PyTorchJob: the training operator's generated models (package `kubeflow-training`), every field's name and type
-- RayService, RayJob: KubeRay's definitions are on no package index. RAY below lists the fields of its API reference (v1.6) that we
+- RayService, RayJob: KubeRay's definitions are on no package index. RAY below lists fields of its API reference (v1.6) that we
   use, so a misspelt or misplaced key is found, but not what only the original definition knows
 - serveConfigV2: Ray Serve's own ServeDeploySchema; its arguments: the service's own configuration
 """
@@ -39,7 +39,10 @@ CLUSTER: dict[Any, Any] = {
     },
     "headGroupSpec": {"serviceType": str, "enableIngress": bool, "rayStartParams": MAP, "template": POD},
     "workerGroupSpecs": [
-        {"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int, "numOfHosts": int, "rayStartParams": MAP, "template": POD}
+        {
+            "groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int, "numOfHosts": int,
+            "rayStartParams": MAP, "template": POD,
+        }
     ],
 }  # fmt: skip
 RAY: dict[str, dict[Any, Any]] = {
