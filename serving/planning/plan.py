@@ -56,9 +56,9 @@ class Latency:
     @classmethod
     def of(cls, found: Prediction, requests: int) -> "Latency":
         """The percentiles of a prediction."""
-        first = [found.first_token_at(share) for share in (0.5, 0.95, 0.99)]
-        gaps = [found.gap_at(share) for share in (0.5, 0.95, 0.99)]
-        return cls(*first, *gaps, found.refused / max(1, requests), found.occupancy)
+        first, gap = found.first_token_at, found.gap_at
+        refused = found.refused / max(1, requests)
+        return cls(first(0.5), first(0.95), first(0.99), gap(0.5), gap(0.95), gap(0.99), refused, found.occupancy)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def capacity(figures: Figures, load: Load, lanes: int) -> float:
 def make_plan(figures: Figures, wish: Wish, seed: int = 0, say: Callable[[str], None] = lambda line: None) -> Plan:
     """The fewest replicas that carry the load and keep the target, each case simulated."""
     most = capacity(figures, wish.load, wish.lanes)
-    alone = _simulated(figures, replace(wish, load=replace(wish.load, rate=0.01 * most)), 1, seed)
+    alone = _simulated(figures, replace(wish, load=replace(wish.load, rate=0.01 * most)), 1, seed, REQUESTS // 10)
     if alone.first_p95 > wish.first_token:
         raise UserError(
             f"--first-token {wish.first_token:g}: even on an idle machine 95 % of requests take up to {alone.first_p95:.3g} s; "
@@ -152,11 +152,11 @@ def make_plan(figures: Figures, wish: Wish, seed: int = 0, say: Callable[[str], 
     )  # fmt: skip
 
 
-def _simulated(figures: Figures, wish: Wish, replicas: int, seed: int, fail: bool = False) -> Latency:
+def _simulated(figures: Figures, wish: Wish, replicas: int, seed: int, requests: int = REQUESTS, fail: bool = False) -> Latency:
     """A part of the replicas with its share of the load."""
     part = min(replicas, SAMPLE)
     load = replace(wish.load, rate=wish.load.rate * part / replicas)
-    seconds = max(REQUESTS / load.rate, 90.0 if fail else 30.0)
+    seconds = max(requests / load.rate, 90.0 if fail else 30.0)
     arrivals = load.arrivals(seconds, figures.segment, random.Random(seed), wish.sessions)
     cluster = Cluster(part, wish.lanes, overhead=wish.overhead)
     return Latency.of(simulate(figures, cluster, arrivals, [(seconds / 3, 0)] if fail else []), len(arrivals))

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.engine.engine import SHARE
 from serving.planning.figures import Figures
@@ -124,9 +125,9 @@ class _Job:
     position: int
     """Within its segment."""
     left: int
-    """Tokens still to generate."""
+    """Tokens still to generate, when it was last counted."""
     last: float | None = None
-    """When its newest token came."""
+    """When its newest token came, when that was last noted."""
 
 
 @dataclass(eq=False)
@@ -140,7 +141,11 @@ class _Replica:
     to_open: deque[_Job] = field(default_factory=deque)
     opening: list[_Job] = field(default_factory=list)
     reading: deque[_Job] = field(default_factory=deque)
-    decoding: list[_Job] = field(default_factory=list)
+    decoding: list[tuple[int, int, _Job]] = field(default_factory=list)
+    """A heap by the step in which each has its last token: between joining and leaving nobody looks at them one by one."""
+    steps: int = 0
+    turned: float = 0.0
+    """When the last turn ended: when every decoding lane had its newest token."""
 
     @property
     def active(self) -> int:
@@ -154,7 +159,7 @@ class Simulation:
         self.figures, self.cluster = figures, cluster
         self.replicas = [_Replica(number) for number in range(cluster.replicas)]
         self.found = Prediction()
-        self._events: list[tuple[float, int, str, tuple[object, ...]]] = []
+        self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
         self._count = 0
 
     def run(self, arrivals: Sequence[Arrival], failures: Sequence[tuple[float, int]] = ()) -> Prediction:
@@ -172,7 +177,7 @@ class Simulation:
         self.found.occupancy /= max(now, 1e-9) * len(self.replicas) * self.cluster.lanes
         return self.found
 
-    def _at(self, when: float, kind: str, *details: object) -> None:
+    def _at(self, when: float, kind: str, *details: Any) -> None:
         self._count += 1
         heapq.heappush(self._events, (when, self._count, kind, details))
 
@@ -238,30 +243,38 @@ class Simulation:
         self.found.occupancy += (now - began) * stepped
         if life != replica.life:
             return
-        replica.running = False
-        gaps: dict[float, int] = {}
-        for job in [*replica.decoding[:stepped], *first]:
+        replica.running, replica.turned = False, now
+        if stepped:  # every lane had a token at the end of the turn before, and has its next one now
+            replica.steps += 1
+            self.found.gaps.append((now - began, stepped))
+            self.found.tokens += stepped
+            while replica.decoding and replica.decoding[0][0] <= replica.steps:
+                heapq.heappop(replica.decoding)
+                self.found.completed += 1
+        for job in first:
             if job.last is None:
                 self.found.first_token.append(now - job.arrival.at + self.cluster.overhead)
             else:
-                gaps[now - job.last] = gaps.get(now - job.last, 0) + 1
-            job.last = now
-            job.left -= 1
+                self.found.gaps.append((now - job.last, 1))
+            job.left, job.last = job.left - 1, now
             self.found.tokens += 1
-        self.found.gaps.extend(gaps.items())
-        staying = [job for job in [*replica.decoding, *first] if job.left > 0]
-        self.found.completed += len(replica.decoding) + len(first) - len(staying)
-        replica.decoding = staying
+            if job.left:
+                self._count += 1
+                heapq.heappush(replica.decoding, (replica.steps + job.left, self._count, job))
+            else:
+                self.found.completed += 1
         self._admit(now, replica)
 
     def _on_fail(self, now: float, replica: _Replica) -> None:
         if not replica.alive:
             return
         waiting = {*replica.queue, *replica.to_open}
-        lost = [*replica.queue, *replica.to_open, *replica.opening, *replica.reading, *replica.decoding]
+        for ends, _, job in replica.decoding:
+            job.left, job.last = ends - replica.steps, replica.turned
+        lost = [*replica.queue, *replica.to_open, *replica.opening, *replica.reading, *(job for _, _, job in replica.decoding)]
         for _, _, kind, details in self._events:
             if kind == "turned" and details[0] is replica and details[1] == replica.life:
-                lost += details[4]  # type: ignore[operator]  # those whose first token the turn would have brought
+                lost += details[4]  # those whose first token the turn would have brought
         replica.alive, replica.running = False, False
         replica.life += 1
         for queued in (replica.queue, replica.to_open, replica.reading):
