@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training clean
+.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine clean bench-sessions
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo
@@ -32,9 +32,15 @@ bench-stream: setup
 bench-data: setup
 	$(BIN)/python -m benchmarks.data
 
+bench-sessions: setup
+	$(BIN)/python -m benchmarks.sessions
+
 bench-training: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.training
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 -m benchmarks.training
+
+bench-engine: setup
+	$(BIN)/python -m benchmarks.engine
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,11 @@
 """How fast data is prepared and read, and what dominates.
 
 python -m benchmarks.data                            # reading, on the bundled text
-python -m benchmarks.data --source ../shared/data    # and preparing Enwik8 and PG-19 from local files
+python -m benchmarks.data --source FOLDER            # and preparing Enwik8 and PG-19 from its enwik8/ and pg19/
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -30,14 +31,14 @@ READING_BAR = 20.0
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, default=BUNDLED.parents[4] / "shared/data", help="folder of real data")
-    source: Path = parser.parse_args().source
+    parser.add_argument("--source", type=Path, default=os.environ.get("PMI_TEST_DATA"), help="default: $PMI_TEST_DATA")
+    source: Path | None = parser.parse_args().source
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        if (source / "enwik8").is_dir():
+        if source and (source / "enwik8").is_dir():
             prepare_("enwik8", source / "enwik8", work / "enwik8", bar=20)
             reading("Enwik8 (1 document)", work / "enwik8")
-        if (source / "pg19").is_dir():
+        if source and (source / "pg19").is_dir():
             prepare_("pg19", source / "pg19", work / "pg19", bar=240)
             reading("PG-19 (239 documents)", work / "pg19")
         repeated = work / "books"

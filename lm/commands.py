@@ -24,11 +24,19 @@ class CheckedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse; UserError with every problem found."""
         help_ = f"see `{ctx.command_path} --help`"
-        try:
-            values, rest, _ = self.make_parser(ctx).parse_args(args=list(args))
-        except UsageError as error:
-            raise UserError(f"{_message(error)}; {help_}") from error
-        problems = []
+        problems: list[str] = []
+        left = list(args)
+        while True:
+            try:
+                values, rest, _ = self.make_parser(ctx).parse_args(args=list(left))
+                break
+            except UsageError as error:  # an unknown flag, or one without its value: look at the others without it
+                problems.append(f"{_message(error)}; {help_}")
+                wrong = getattr(error, "option_name", None)
+                kept = [arg for arg in left if arg.split("=")[0] != wrong]
+                if len(kept) == len(left):
+                    raise UserError(problems) from error
+                left = kept
         for parameter in self.get_params(ctx):
             try:
                 _, rest = parameter.handle_parse_result(ctx, values, rest)

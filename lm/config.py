@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from lm.errors import UserError, collecting, from_validation
 
@@ -20,7 +20,7 @@ from lm.errors import UserError, collecting, from_validation
 class Schema(BaseModel):
     """Base of all configuration parts: unknown keys are errors, values do not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class DeltaConfig(Schema):
@@ -73,6 +73,14 @@ class MemoryConfig(Schema):
     """Whether what was read from long-term memory attends to what was read from working memory (needs read: both).
     false is the paper's w/o 2."""
 
+    @field_validator("correction")
+    @classmethod
+    def _correction_needs_both(cls, correction: bool, info: ValidationInfo) -> bool:
+        read = info.data.get("read", "both")
+        if correction and read != "both":
+            raise ValueError(f"true needs memory.read: both, not {read}; set memory.correction: false or memory.read: both")
+        return correction
+
     @property
     def keeps_working(self) -> bool:
         """Whether working memory is kept (anything reads it or consolidates it)."""
@@ -121,34 +129,43 @@ class ModelConfig(Schema):
         # YAML reads a bare `off` as false
         return None if value in ("off", False) else value
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "ModelConfig":
+    # what must fit together is checked with the later of the keys, so that one bad key does not hide another
+
+    @field_validator("heads")
+    @classmethod
+    def _heads_divide(cls, heads: int, info: ValidationInfo) -> int:
+        width = info.data.get("width")
+        if width and width % heads:
+            raise ValueError(f"{heads} does not divide width {width}; choose one of {_divisors(width)}")
+        if width and width // heads < 2:
+            raise ValueError(f"{heads} leaves {width // heads} feature per head; rotary needs 2 at least")
+        return heads
+
+    @field_validator("cutoffs")
+    @classmethod
+    def _cutoffs_rise(cls, cutoffs: list[int], info: ValidationInfo) -> list[int]:
+        size = info.data.get("vocab_size", math.inf)
+        if cutoffs != sorted(set(cutoffs)) or any(not 0 < c < size for c in cutoffs):
+            raise ValueError(f"{cutoffs} must rise strictly between 0 and vocab_size {size}")
+        return cutoffs
+
+    @field_validator("memory")
+    @classmethod
+    def _memory_fits(cls, memory: MemoryConfig | None, info: ValidationInfo) -> MemoryConfig | None:
+        if memory is None:
+            return None
         problems = []
-        if self.width % self.heads:
-            problems.append(f"heads: {self.heads} does not divide width {self.width}; choose one of {_divisors(self.width)}")
-        elif self.width // self.heads < 2:
-            problems.append(f"heads: {self.heads} leaves {self.width // self.heads} feature per head; rotary needs 2 at least")
-        if self.cutoffs != sorted(set(self.cutoffs)) or any(not 0 < c < self.vocab_size for c in self.cutoffs):
-            problems.append(f"cutoffs: {self.cutoffs} must rise strictly between 0 and vocab_size {self.vocab_size}")
-        if self.memory is not None:
-            memory, width = self.memory, self.memory.width or self.width
-            if memory.correction and memory.read != "both":
-                problems.append(
-                    f"memory.correction: true needs memory.read: both, not {memory.read}; "
-                    "set memory.correction: false or memory.read: both"
-                )
-            if memory.keeps_working and width % memory.heads:
-                problems.append(
-                    f"memory.heads: {memory.heads} does not divide the memory's width {width}; "
-                    f"choose one of {_divisors(width)} or set memory.width"
-                )
-            if memory.layers != "all" and (not memory.layers or any(not 0 <= i < self.layers for i in memory.layers)):
-                problems.append(
-                    f"memory.layers: {memory.layers} must name layers 0..{self.layers - 1}; for no memory at all set memory: off"
-                )
+        width, layers = memory.width or info.data.get("width"), info.data.get("layers")
+        if width and memory.keeps_working and width % memory.heads:
+            problems.append(
+                f"heads: {memory.heads} does not divide the memory's width {width}; "
+                f"choose one of {_divisors(width)} or set memory.width"
+            )
+        if layers and memory.layers != "all" and (not memory.layers or any(not 0 <= i < layers for i in memory.layers)):
+            problems.append(f"layers: {memory.layers} must name layers 0..{layers - 1}; for no memory at all set memory: off")
         if problems:
             raise ValueError("\n".join(problems))
-        return self
+        return memory
 
     @property
     def memory_layers(self) -> list[int]:
@@ -211,6 +228,8 @@ class TrainingConfig(Schema):
     """Largest gradient norm."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast; weights, optimiser and memory stay float32."""
+    compile: bool = False
+    """Compile attention and feed-forward with torch.compile: a minute or so at the start."""
     activation_checkpointing: bool = False
     """Compute attention and feed-forward again in the backward pass instead of keeping what they made."""
     backend: Literal["deepspeed", "plain"] = "deepspeed"

@@ -46,6 +46,10 @@ def keep_pages() -> bool:
 
 def extensions_folder() -> Path:
     """Point torch at this environment's folder of compiled extensions (unless the user chose another) and return it."""
+    # ... and at the environment's own ninja: another version takes everything for changed and compiles it again
+    programs = str(Path(sys.prefix) / "bin")
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != programs:
+        os.environ["PATH"] = os.pathsep.join(filter(None, [programs, os.environ.get("PATH")]))
     return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")))
 
 

@@ -21,6 +21,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     if folders:
         changes["models"] = [{"checkpoint": folder} for folder in folders.split(",")]
     config = load_serve_config(path, changes)
-    if not [model for model in config.models if not model.retired]:
+    if not [model for model in config.models if model.use == "all"]:
         raise UserError("no model to serve: give checkpoint=DIR, or `models` in the configuration")
     return application(config)

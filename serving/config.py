@@ -1,7 +1,8 @@
 """The service's configuration: every key, what it means, what it may be (configs/serve/NAME.yaml, `pmi serve --config`)."""
 
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,8 +17,15 @@ class ModelEntry(Schema):
     """A model folder; on a cluster, the same path on every node."""
     name: str = ""
     """What clients call it (default: the folder's name, or its parent's where that is `model`)."""
-    retired: bool = False
-    """Not started any more: its sessions are told so, and what can be done (answers 409 session_model_retired)."""
+    use: Literal["all", "sessions", "retired"] = "all"
+    """sessions: go on with the sessions it has, nothing new. retired: not started; its sessions are told so (409)."""
+
+    @property
+    def edition(self) -> str:
+        """Changes whenever the weights in the folder do: replicas of one edition are alike."""
+        weights = self.checkpoint / "model.safetensors"
+        found = weights.stat()
+        return hashlib.sha256(f"{weights} {found.st_mtime_ns} {found.st_size}".encode()).hexdigest()[:8]
 
     @property
     def called(self) -> str:
@@ -31,7 +39,7 @@ class EngineSettings(Schema):
 
     lanes: int = Field(32, ge=1, le=4096)
     """Sequences that are generated together."""
-    queue: int = Field(64, ge=0, le=100_000)
+    queue: int = Field(64, ge=1, le=100_000)
     """Requests that may wait for a lane; more are answered with 429."""
     threads: int | None = Field(1, ge=1)
     """Threads of torch in each replica (null: torch's own choice)."""
@@ -56,7 +64,7 @@ class ScalingSettings(Schema):
     """Cores that Ray reserves for an engine replica (not a limit)."""
     engine_gpus: float = Field(0.0, ge=0)
     drain: float = Field(120.0, ge=0)
-    """Seconds that a replica may go on with its streams when it is to stop; longer ones end with an event they can be resumed by."""
+    """Seconds that a replica that is to stop may go on with its streams; longer ones are cut off, and can be resumed."""
     health_period: float = Field(2.0, gt=0)
     """Seconds between health checks."""
 
@@ -109,7 +117,7 @@ class HttpSettings(Schema):
     body_seconds: float = Field(30.0, gt=0)
     """A client that takes longer to send its request is answered with 408."""
     coalesce: float = Field(0.02, ge=0, le=1)
-    """Seconds that tokens are gathered for one event, after the first token, which comes at once (doubled at 32 streams, and so on)."""
+    """Seconds that tokens are gathered for one event, after the first, which comes at once. With 32 streams twice as long."""
     ongoing: int = Field(512, ge=1)
     """Requests that one ingress replica handles at once."""
     queued: int = Field(1024, ge=1)
@@ -121,6 +129,8 @@ class HttpSettings(Schema):
 class ServeConfig(Schema):
     """What `pmi serve` runs."""
 
+    revision: str = ""
+    """Change it to start all replicas anew, one after the other: what a new version of the code needs."""
     models: tuple[ModelEntry, ...] = ()
     store: str | None = None
     """sqlite:///FILE or redis://HOST:PORT/DB (default: PMI_STORE, else a file in the user's data folder)."""

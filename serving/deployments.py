@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -30,7 +31,7 @@ from serving.api.local import load_model, make_engine, open_configured_store
 from serving.api.service import Service
 from serving.api.turns import EngineLostError, Served, aside
 from serving.auth import Keys
-from serving.config import Limits, ModelEntry, ServeConfig
+from serving.config import ChatTemplate, Limits, ModelEntry, ServeConfig
 from serving.engine import EngineStoppedError, Request
 from serving.limits import Buckets
 from serving.metrics import Metrics, RaySink
@@ -39,7 +40,8 @@ from serving.sessions.opening import store_url
 from serving.sessions.store import Content
 
 REPORT_SECONDS = 1.0
-UPKEEP_SECONDS = 60.0
+UPKEEP_SECONDS, USAGE_SECONDS = 60.0, 5.0
+"""Between evictions, and between reports of what is stored (Ray forgets a gauge that is not written again)."""
 log = logging.getLogger("pmi.api")
 
 
@@ -159,8 +161,9 @@ class RayEngine:
         handle = self.handle.options(stream=True)
         if request.session is not None:
             handle = handle.options(session_id=f"{request.tenant}/{request.session}")
-        response = handle.generate.remote(request, self.info.fingerprint, progress)
+        response = None
         try:
+            response = handle.generate.remote(request, self.info.fingerprint, progress)
             async for item in response:
                 if isinstance(item, WrongModelError):
                     raise EngineLostError(f"a replica with other weights ({item.info.fingerprint}) answered")
@@ -175,7 +178,9 @@ class RayEngine:
             log.exception("engine", extra={"facts": {"session": request.session}})
             raise EngineStoppedError("the engine failed; its log has the reason") from error
         finally:
-            response.cancel()
+            if response is not None:
+                with contextlib.suppress(Exception):  # it tells again what went wrong
+                    response.cancel()
 
     async def inspect(self, tenant: str, session: str) -> dict[str, Any]:
         """See EngineClient."""
@@ -210,16 +215,19 @@ class Keeper:
         await self.buckets.give_back(tenant, limits, tokens)
 
     async def _tidy(self) -> None:
+        last = 0.0
         while True:
             try:
-                evicted, usage = await aside(self.store.evict), await aside(self.store.usage)
-                self.metrics("pmi_evicted_sessions", evicted.sessions)
-                self.metrics("pmi_evicted_responses", evicted.responses)
+                if time.monotonic() - last > UPKEEP_SECONDS:
+                    last, evicted = time.monotonic(), await aside(self.store.evict)
+                    self.metrics("pmi_evicted_sessions", evicted.sessions)
+                    self.metrics("pmi_evicted_responses", evicted.responses)
+                usage = await aside(self.store.usage)
                 self.metrics("pmi_stored_bytes", usage.bytes + usage.response_bytes)
                 self.metrics("pmi_stored_sessions", usage.sessions)
             except StoreError as error:
                 log.error("upkeep", extra={"facts": {"error": str(error)}})
-            await asyncio.sleep(UPKEEP_SECONDS)
+            await asyncio.sleep(USAGE_SECONDS)
 
     def check_health(self) -> None:
         """Ray replaces the replica if this raises."""
@@ -249,14 +257,16 @@ class RemoteLimiter:
 class Ingress:
     """Speaks HTTP."""
 
-    async def __init__(self, config: dict[str, Any], engines: dict[str, DeploymentHandle], keeper: DeploymentHandle) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, config: dict[str, Any], engines: dict[str, DeploymentHandle], keeper: DeploymentHandle
+    ) -> None:
         set_up_logging()
         self.config = ServeConfig.model_validate(config)
-        folders = {model.called: model.checkpoint for model in self.config.models}
+        models = {model.edition: model for model in self.config.models if model.use != "retired"}
         infos = await asyncio.gather(*(handle.info.remote() for handle in engines.values()))
         served = [
-            Served(RayEngine(handle, info), load_tokenizer(folders[name]))
-            for (name, handle), info in zip(engines.items(), infos, strict=True)
+            Served(RayEngine(handle, info), load_tokenizer(models[edition].checkpoint), models[edition].use == "all")
+            for (edition, handle), info in zip(engines.items(), infos, strict=True)
         ]
         keys = None if self.config.keys is None else Keys(self.config.keys)
         store = open_configured_store(self.config)
@@ -275,6 +285,11 @@ def check_store(config: ServeConfig) -> None:
             f"store {url!r}: the cluster has {len(nodes)} nodes, and SQLite serves the replicas of one machine only; "
             "give a redis://HOST:PORT/DB that all of them reach"
         )
+
+
+def engine_name(model: ModelEntry) -> str:
+    """Of a model's deployment."""
+    return f"engine-{model.edition}"
 
 
 def application(config: ServeConfig) -> serve.Application:
@@ -298,16 +313,18 @@ def application(config: ServeConfig) -> serve.Application:
         request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
         request_router_kwargs={"num_fallback_replicas": 1},
     )
+    # an engine knows nothing of the other models: it stays as it is when they change
+    alone = config.model_copy(update={"models": (), "keys": None, "chat": ChatTemplate()}).model_dump(mode="json")
     engines = {
-        model.called: serve.deployment(EngineReplica)
+        model.edition: serve.deployment(EngineReplica)
         .options(
-            name=f"engine-{model.called}", max_ongoing_requests=ongoing, max_queued_requests=max(1, engine.queue),
+            name=engine_name(model), max_ongoing_requests=ongoing, max_queued_requests=ongoing,
             ray_actor_options={"num_cpus": scaling.engine_cpus, "num_gpus": scaling.engine_gpus},
             request_router_config=router, **size, **common,
         )
-        .bind(values, model.model_dump(mode="json"))
+        .bind(alone, model.model_copy(update={"use": "all"}).model_dump(mode="json"))
         for model in config.models
-        if not model.retired
+        if model.use != "retired"
     }  # fmt: skip
     keeper = serve.deployment(Keeper).options(
         name="keeper", num_replicas=1, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.01}
@@ -316,4 +333,4 @@ def application(config: ServeConfig) -> serve.Application:
         name="ingress", num_replicas=scaling.ingress_replicas, max_ongoing_requests=10 * config.http.ongoing,
         max_queued_requests=config.http.queued, ray_actor_options={"num_cpus": 0.05}, **common,
     )  # fmt: skip
-    return ingress.bind(values, engines, keeper.bind(values))
+    return ingress.bind(values, engines, keeper.bind(alone))

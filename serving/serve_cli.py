@@ -5,14 +5,18 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from lm.commands import Commands, stderr, stdout
 from lm.errors import UserError, collecting, noting
+
+if TYPE_CHECKING:
+    from serving.config import ServeConfig
 
 keys_app = Commands(help="API keys: create, list, remove.")
 EXAMPLE = "Example: pmi serve --checkpoint runs/demo/model --store sqlite:///sessions.db --replicas 2"
@@ -45,7 +49,8 @@ def serve(
     """Serve models over HTTP, as OpenAI's clients know it, with sessions.
 
     Starts a Ray of its own on this machine and serves until it is interrupted; streams under way are then finished. On a cluster
-    that runs already use `serve run serving.app:build` or `serve deploy` (docs/serving.md).
+    that runs already use `serve run serving.app:build` or `serve deploy` (docs/serving.md). With SIGHUP it reads --config again
+    and changes over without interruption.
     """
     from lm.model.pretrained import CONFIG, WEIGHTS
     from serving.config import ServeConfig, load_serve_config
@@ -59,12 +64,16 @@ def serve(
             changes[key] = value
     if checkpoint:
         changes["models"] = [{"checkpoint": str(folder.resolve())} for folder in checkpoint]
+
+    def load() -> ServeConfig:
+        return load_serve_config(config, changes, set_)
+
     with collecting() as problems:
         loaded = ServeConfig()
         with noting(problems):
-            loaded = load_serve_config(config, changes, set_)
-        serving = [model for model in loaded.models if not model.retired]
-        if not serving and not problems:
+            loaded = load()
+        serving = [model for model in loaded.models if model.use != "retired"]
+        if not any(model.use == "all" for model in serving) and not problems:
             problems.append("--checkpoint: is required, or `models` in --config; `pmi demo` makes a model to try")
         for model in serving:
             for name in (CONFIG, WEIGHTS):
@@ -79,18 +88,15 @@ def serve(
         chosen, chosen_metrics = loaded.http.port or _free_port(), metrics_port or _free_port()
         with noting(problems):
             _check_port(loaded.http.host, chosen)
-    _run(loaded, chosen, chosen_metrics)
+    _run(loaded, load, chosen, chosen_metrics)
 
 
-def _run(config: Any, port: int, metrics_port: int) -> None:
+def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, metrics_port: int) -> None:
     began = time.monotonic()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves replicas beside any other program
     if config.http.throughput:
         os.environ |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
-    over: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda got, _: over.append(got))
     with stderr.status("starting Ray") as status:
         import logging
 
@@ -112,13 +118,28 @@ def _run(config: Any, port: int, metrics_port: int) -> None:
             rayserve.shutdown()
             ray.shutdown()
             raise UserError(f"the service did not start: {error}") from error
+    over: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # only now: Ray puts its own in place, which print a stack
+        signal.signal(number, lambda got, _: over.append(got))
     if config.http.host not in ("127.0.0.1", "localhost", "::1"):
         where = f"http://{socket.gethostname()}:{port}"
     else:
         where = f"http://{config.http.host}:{port}"
     _tell(config, where, metrics_port, time.monotonic() - began)
+    _tell_retired(config)
+    again: list[int] = []
+    signal.signal(signal.SIGHUP, lambda got, _: again.append(got))
     while not over:
         time.sleep(0.2)
+        if again:
+            again.clear()
+            try:
+                config = load()
+                rayserve.run(application(config), name="pmi", route_prefix="/")
+                stdout.print(f"updated: {', '.join(f'{m.called} ({m.use})' for m in config.models)}")
+                _tell_retired(config)
+            except (UserError, OSError, RuntimeError) as error:
+                stderr.print(f"not updated: {error}", markup=False)
     stderr.print("stopping: streams under way are finished first (interrupt again to cut them off)")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda got, _: os._exit(130))
@@ -126,12 +147,42 @@ def _run(config: Any, port: int, metrics_port: int) -> None:
     ray.shutdown()
 
 
+def _tell_retired(config: "ServeConfig") -> None:
+    """The sessions in the store whose model is not served, so that nobody loses one unawares."""
+    from ray import serve as rayserve
+
+    from serving.api.local import open_configured_store
+    from serving.deployments import engine_name
+
+    served = {
+        rayserve.get_deployment_handle(engine_name(model), app_name="pmi").info.remote().result().fingerprint
+        for model in config.models
+        if model.use != "retired"
+    }
+    store, after = open_configured_store(config), None
+    found: dict[str, list[str]] = {}
+    while True:
+        page = store.list(None, after, 1000)
+        for session in page.sessions:
+            if session.settings.model not in served:
+                found.setdefault(session.settings.model, []).append(f"{session.tenant}/{session.id}")
+        after = page.next
+        if after is None:
+            break
+    store.close()
+    for model, names in found.items():
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        stdout.print(f"model {model} is not served; it has {len(names)} sessions: {shown}", soft_wrap=True, markup=False)
+
+
 def _tell(config: Any, where: str, metrics_port: int, seconds: float) -> None:
     """How to reach it."""
-    model = next(model.called for model in config.models if not model.retired)
+    model = next(model.called for model in config.models if model.use == "all")
     key = " -H 'Authorization: Bearer pmi-...'" if config.keys is not None else ""
     body = json.dumps({"model": model, "prompt": "The whale", "max_tokens": 40})
-    stdout.print(f"serving {', '.join(m.called for m in config.models if not m.retired)} at {where}/v1 after {seconds:.0f} s")
+    stdout.print(
+        f"serving {', '.join(m.called for m in config.models if m.use != 'retired')} at {where}/v1 after {seconds:.0f} s"
+    )
     if config.keys is None:
         stdout.print("no API keys: this machine only (pmi keys create makes one, --keys FILE uses them)")
     stdout.print(f"metrics: http://127.0.0.1:{metrics_port}/metrics     API: {where}/docs", soft_wrap=True)

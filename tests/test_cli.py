@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lm.cli import app
 from lm.commands import run
+from serving.cli import app
 
 
 def pmi(*args: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
-    return subprocess.run([sys.executable, "-m", "lm", *args], capture_output=True, text=True, env=env, check=False)
+    return subprocess.run([sys.executable, "-m", "serving.cli", *args], capture_output=True, text=True, env=env, check=False)
 
 
 def commands() -> list[list[str]]:
@@ -43,10 +43,10 @@ def test_every_commands_help_shows_a_worked_example(path: list[str], capsys: pyt
 
 
 def test_every_mistake_in_the_flags_is_named_at_once() -> None:
-    result = pmi("certify", "--segments", "3", "--seed", "x")
+    result = pmi("certify", "--segments", "3", "--seed", "x", "--sped=1", "--colour")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
-    for part in "CHECKPOINT", "--segments", "'3'", "--seed", "'x'", "pmi certify --help":
+    for part in "CHECKPOINT", "--segments", "'3'", "--seed", "'x'", "--sped", "--colour", "pmi certify --help":
         assert part in result.stderr
 
 
@@ -57,6 +57,10 @@ def test_every_mistake_in_the_flags_is_named_at_once() -> None:
         (
             ["model", "show", "tiny", "--set", "layers=x", "--set", "memory.top_k=0", "--set", "speed=3"],
             ["layers", "'x'", "top_k", "speed"],
+        ),
+        (
+            ["model", "show", "tiny", "--set", "layers=x", "--set", "heads=7", "--set", "memory.correction=true"],
+            ["layers", "'x'", "heads: 7 does not divide"],
         ),
         (["model", "show", "tiny", "--set", "heads=7"], ["7 does not divide width 64", "[1, 2, 4, 8, 16, 32, 64]"]),
         (["model", "show", "tiny", "--set", "memory.read=working", "--set", "memory.correction=true"], ["read: both"]),
@@ -105,7 +109,7 @@ def test_the_demo_trains_saves_and_generates(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_reader_that_goes_away_and_a_file_that_cannot_be_written_give_no_traceback(tmp_path: Path) -> None:
     assert run(app, ["demo", "--out", str(tmp_path), "--steps", "1"]) == 0
-    command = [sys.executable, "-m", "lm", "generate", "--checkpoint", str(tmp_path / "model"), "--tokens", "3000"]
+    command = [sys.executable, "-m", "serving.cli", "generate", "--checkpoint", str(tmp_path / "model"), "--tokens", "3000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.read(20)

@@ -24,6 +24,12 @@ def test_deepspeeds_operators_were_built_at_set_up(operator: str) -> None:
     assert machine.extension_built(operator), f"run deploy/setup.sh: {operator} is not in {machine.extensions_folder()}"
 
 
+def test_extensions_are_built_by_the_environments_own_ninja_whatever_the_path() -> None:
+    script = "import shutil; from lm import machine; machine.extensions_folder(); print(shutil.which('ninja'))"
+    result = python(script, PATH="/usr/bin:/bin")
+    assert result.stdout.strip() == str(Path(sys.prefix) / "bin" / "ninja"), result.stderr
+
+
 def test_a_lock_that_a_killed_compilation_left_is_found_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "op").mkdir()

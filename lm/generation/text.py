@@ -8,8 +8,12 @@ print(text.close())
 
 import codecs
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from lm.data.tokenizer import Tokenizer
+
+_PIECES: WeakKeyDictionary[Tokenizer, dict[int, bytes]] = WeakKeyDictionary()
+"""The bytes of single ids: one token at a time is how text is generated."""
 
 
 class TextStream:
@@ -18,6 +22,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         """`before`: ids that stand before the text; if they end inside a character, its rest completes it."""
         self._tokenizer = tokenizer
+        self._pieces = _PIECES.setdefault(tokenizer, {})
         self._stops = [stop for stop in stops if stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._decoder.decode(tokenizer.decode_bytes(before))
@@ -27,11 +32,19 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that becomes certain with `ids`; "" once a stop string was found."""
-        return self._take(self._decoder.decode(self._tokenizer.decode_bytes(ids)), final=False)
+        return self._take(self._decoder.decode(self._bytes(ids)), final=False)
 
     def close(self) -> str:
         """What was held back: the start of a stop string that did not come, or of a character that was not completed."""
         return self._take(self._decoder.decode(b"", final=True), final=True)
+
+    def _bytes(self, ids: Sequence[int]) -> bytes:
+        if len(ids) != 1:
+            return self._tokenizer.decode_bytes(ids)
+        piece = self._pieces.get(ids[0])
+        if piece is None:
+            piece = self._pieces[ids[0]] = self._tokenizer.decode_bytes(ids)
+        return piece
 
     def _take(self, new: str, final: bool) -> str:
         if self.stopped is not None:

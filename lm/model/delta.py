@@ -50,8 +50,8 @@ class DeltaWrite(nn.Module):
         self.value = nn.Linear(width, fragments * config.value_width, bias=False)
         self.strength = nn.Linear(width, fragments, bias=False)
         self.strength_bias = nn.Parameter(torch.full((fragments,), -1.0))
-        # fragments start with different time scales, from tens of segments to thousands
-        self.retention = nn.Parameter(torch.linspace(4.0, 8.0, fragments))
+        # fragments start with different time scales, from ten segments to thousands
+        self.time_scale = nn.Parameter(torch.linspace(0.5, 2.0, fragments))
         if convolution > 1:  # keys start leaning on the token before: "this followed that" is what is most worth keeping
             taps = torch.randn(convolution, fragments * config.key_width) * 0.1
             taps[:2] += 1.0
@@ -59,14 +59,19 @@ class DeltaWrite(nn.Module):
         else:
             self.taps = None
 
+    @property
+    def retention(self) -> Tensor:
+        """What each fragment keeps of itself over a segment [c]."""
+        return (4 * self.time_scale).sigmoid()  # near 1 the slope is flat; the factor gives the weight a gradient worth having
+
     def forward(self, h: Tensor) -> Transition:
         """The maps of the segments `h [b, s, r, d]`."""
         keys = self.key(h)
         if self.taps is not None:
             lagged = (F.pad(keys, (0, 0, lag, 0))[..., : keys.shape[-2], :] for lag in range(1, len(self.taps)))
             keys = sum((tap * x for tap, x in zip(self.taps[1:], lagged, strict=True)), self.taps[0] * keys)
-        keys = F.normalize(keys.unflatten(-1, (len(self.retention), -1)).transpose(2, 3), dim=-1)  # [b, s, c, r, k]
-        values = self.value(h).unflatten(-1, (len(self.retention), -1)).transpose(2, 3)
+        keys = F.normalize(keys.unflatten(-1, (len(self.time_scale), -1)).transpose(2, 3), dim=-1)  # [b, s, c, r, k]
+        values = self.value(h).unflatten(-1, (len(self.time_scale), -1)).transpose(2, 3)
         strength = self.strengths(h)
         overlap = (strength * keys) @ keys.mT
         solved = torch.linalg.solve_triangular(
@@ -74,7 +79,7 @@ class DeltaWrite(nn.Module):
         )
         erased, written = solved.split([keys.shape[-1], values.shape[-1]], -1)
         keep = torch.eye(keys.shape[-1], device=h.device) - keys.mT @ erased
-        return Transition(self.retention.sigmoid()[:, None, None] * keep, keys.mT @ written)
+        return Transition(self.retention[:, None, None] * keep, keys.mT @ written)
 
     def strengths(self, h: Tensor) -> Tensor:
         """How strongly each row is written to each fragment [b, s, c, r, 1]."""

@@ -22,8 +22,8 @@ from lm.model.attention import Span, attend
 from lm.model.delta import DeltaRead, DeltaWrite, Transition, advance
 from lm.model.state import Memory, Open, Readout, where_lanes
 
-MAX_RETENTION = 0.999
-"""Ceiling of the forget gate: working memory then stays within 1 / (1 - 0.999) per element, however long the stream."""
+MAX_RETENTION = 0.95
+"""Ceiling of the forget gate: working memory then stays within 1 / (1 - 0.95) = 20 per element, however long the stream."""
 
 
 def matrix(*shape: int, fan_in: int) -> nn.Parameter:
@@ -137,7 +137,7 @@ class Read(nn.Module):
         super().__init__()
         self.config, self.d = config, memory_width
         if config.read == "both":
-            self.alpha = nn.Parameter(torch.tensor(config.alpha))
+            self.alpha = nn.Parameter(torch.tensor([config.alpha]))
         if config.consolidation == "delta" and config.keeps_long_term:
             self.delta = DeltaRead(width, memory_width, config)
         self.out = nn.Linear(memory_width, width, bias=False)

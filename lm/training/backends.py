@@ -127,9 +127,6 @@ class ZeRO:
         settings["gradient_clipping"] = config.clip if self.stage else 0.0
         self.optimiser = GuardedAdamW(objective.model, config.optimiser, clip=not self.stage)
         self.parameters = {name: p for name, p in objective.model.named_parameters() if p.numel()}
-        self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        for parameter in self.parameters.values():  # the engine cannot broadcast a scalar; one element does as well
-            parameter.data = parameter.data.view(parameter.shape or (1,))
         self.engine: Any = import_deepspeed().initialize(
             model=objective, optimizer=self.optimiser, config=settings, dist_init_required=False
         )[0]
@@ -161,22 +158,22 @@ class ZeRO:
 
     def weights(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         for name, parameter in self.parameters.items():
-            yield name, partial(self._whole, name, parameter)
+            yield name, partial(self._whole, parameter)
 
-    def _whole(self, name: str, parameter: Tensor) -> Tensor:
+    def _whole(self, parameter: Tensor) -> Tensor:
         if self.stage < 3:
-            return parameter.detach().view(self.shapes[name])
+            return parameter.detach()
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return safe_get_full_fp32_param(parameter).detach().view(self.shapes[name])
+        return safe_get_full_fp32_param(parameter).detach()
 
     def moments(self, name: str) -> dict[str, Tensor]:
         parameter = self.parameters[name]
         if not self.stage:
-            return {moment: self.optimiser.state[parameter][moment].view(self.shapes[name]) for moment in MOMENTS}
+            return {moment: self.optimiser.state[parameter][moment] for moment in MOMENTS}
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        return {moment: safe_get_full_optimizer_state(parameter, moment).view(self.shapes[name]) for moment in MOMENTS}
+        return {moment: safe_get_full_optimizer_state(parameter, moment) for moment in MOMENTS}
 
     def restore(self, count: int, moments: Callable[[str], dict[str, Tensor]]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
@@ -185,7 +182,7 @@ class ZeRO:
         for name, parameter in self.parameters.items():
             for moment, value in moments(name).items():
                 if not self.stage:
-                    self.optimiser.state[parameter][moment].copy_(value.view(parameter.shape))
+                    self.optimiser.state[parameter][moment].copy_(value)
                 elif self.stage < 3:
                     safe_set_full_optimizer_state(parameter, value, moment)
                 else:  # this process's part of the tensor, padded at its end where it does not divide

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lm.config import ModelConfig
+from lm.config import ModelConfig, TrainingConfig
 from lm.model import PMI, State
 from lm.model.decoder import Block
 from lm.training.dropout import LaneDropout
@@ -16,15 +16,17 @@ from lm.training.dropout import LaneDropout
 class Objective(nn.Module):
     """The summed loss of whole segments behind a carried state, and the state after them, cut off from the graph."""
 
-    def __init__(self, model: PMI, seed: int, precision: str = "fp32", activation_checkpointing: bool = False) -> None:
+    def __init__(self, model: PMI, seed: int, config: TrainingConfig) -> None:
         super().__init__()
-        self.model, self.bf16 = model, precision == "bf16"
+        self.model, self.bf16 = model, config.precision == "bf16"
         self.draws = LaneDropout(model.config.dropout, seed)
         model.dropout = self.draws  # type: ignore[assignment]  # the model's one dropout, drawn per lane
-        if activation_checkpointing:
-            for block in cast(Iterable[Block], model.blocks):
-                block.attention.forward = _recomputed(block.attention.forward)  # type: ignore[method-assign]
-                block.feedforward = _recomputed(block.feedforward)  # type: ignore[method-assign]
+        for block in cast(Iterable[Block], model.blocks):
+            # the parts between which nothing depends on the data; what chooses by the data stays as it is
+            for wanted, change in (config.compile, _compiled), (config.activation_checkpointing, _recomputed):
+                if wanted:
+                    block.attention.forward = change(block.attention.forward)  # type: ignore[method-assign]
+                    block.feedforward = change(block.feedforward)  # type: ignore[method-assign]
 
     def forward(
         self, tokens: Tensor, targets: Tensor, mask: Tensor, starts: Tensor, state: State, step: int, lanes: Sequence[int]
@@ -48,6 +50,10 @@ def flops_per_token(config: ModelConfig, parameters: int) -> float:
     """Estimated floating-point operations of forward and backward per token: 6 per weight, and attention's products."""
     seen = config.window + config.segment / 2
     return 6 * parameters + 12 * config.layers * config.width * seen
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
 
 
 def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ class Trainer:
         model.to(world.device)
         parameters = sum(p.numel() for p in model.parameters())
         self.blank = blank_state(model, 1)
-        objective = Objective(model, config.seed, config.training.precision, config.training.activation_checkpointing)
+        objective = Objective(model, config.seed, config.training)
         self.backend = build(objective, config.training, world, self.micro, self.accumulation)
         self.lanes = self._lanes()
         self.states = [self.blank.select([0] * self.micro) for _ in range(self.accumulation)]

@@ -1,1 +1,1 @@
-"""The HTTP interface: OpenAI's, and sessions. A plain ASGI application over any engines; serving/deployments.py puts it on Ray."""
+"""The HTTP interface: OpenAI's, and sessions. A plain ASGI application over any engines; serving/deployments.py is Ray."""

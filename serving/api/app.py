@@ -5,8 +5,10 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from lm.errors import UserError
 from serving.api import completions, sessions
 from serving.api.errors import ApiError, as_api_error
 from serving.api.http import ClientGoneError, Front, error_response, log
@@ -14,16 +16,18 @@ from serving.api.service import Service
 from serving.metrics import PrometheusSink
 
 DESCRIPTION = (
-    "Language models with a real memory. Completions and chat as OpenAI's clients know them; with a `session_id` the prompt is what "
-    "is new, and the session goes on where it stopped, at the same cost however long it is."
+    "Language models with a real memory. Completions and chat as OpenAI's clients know them; with a `session_id` the prompt is "
+    "what is new, and the session goes on where it stopped, at the same cost however long it is."
 )
 
 
 def make_app(service: Service) -> FastAPI:
     """The application over a service."""
     app = FastAPI(title="pmi", version="1", description=DESCRIPTION)
-    app.include_router(completions.routes(service))
-    app.include_router(sessions.routes(service))
+    routers = [completions.routes(service), sessions.routes(service)]
+    for router in routers:
+        app.include_router(router)
+    paths = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
 
     @app.get("/health", include_in_schema=False)
     async def health() -> dict[str, str]:
@@ -54,28 +58,23 @@ def make_app(service: Service) -> FastAPI:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         answer = await failed(request, ApiError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}"))
-        answer.headers.update(error.headers or {})
+        if error.status_code == 405:
+            allowed = {m for route in paths if route.path_regex.match(request.url.path) for m in route.methods or ()}
+            answer.headers["Allow"] = ", ".join(sorted(allowed))
         return answer
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, plain)
     app.add_exception_handler(Exception, failed)
-    for kind in (ApiError, *{kind for kind, _, _ in errors_table()}):
+    for kind in (ApiError, UserError):
         app.add_exception_handler(kind, failed)
     http = service.config.http
     app.add_middleware(
-        Front, tenant=service.tenant, count=service.metrics, body_bytes=http.body_bytes, import_bytes=http.import_bytes,
-        body_seconds=http.body_seconds,
+        Front, tenant=service.tenant, count=service.metrics, ongoing=http.ongoing, body_bytes=http.body_bytes,
+        import_bytes=http.import_bytes,        body_seconds=http.body_seconds,
     )  # fmt: skip
     app.openapi = lambda: _document(app, service.keys is not None)  # type: ignore[method-assign]
     return app
-
-
-def errors_table() -> list[tuple[type[Any], int, str]]:
-    """What has a status of its own."""
-    from serving.api.errors import TABLE
-
-    return TABLE
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from serving.api import schemas
 from serving.api.errors import ApiError, as_api_error
@@ -31,7 +31,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     500: ERROR | {"description": "The service failed."},
     503: ERROR | {"description": "Overloaded, or the store does not answer; see Retry-After."},
 }
-STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+EVENT = {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]."}}
+STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "object", "properties": EVENT}}}}
 SessionHeader = Annotated[Name | None, Header(alias="X-Session-Id", description="The same as session_id.")]
 KeyHeader = Annotated[
     str | None,
@@ -50,7 +51,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models", tags=["models"])
     async def list_models() -> ModelList:
         """The served models."""
-        return ModelList(data=[_model(served.client.info) for served in service.models.values()])
+        return ModelList(data=[_model(served.client.info) for served in service.models.values() if served.open])
 
     @router.get("/v1/models/{model}", tags=["models"])
     async def get_model(model: Annotated[str, "A model's id."]) -> ModelObject:
@@ -75,7 +76,7 @@ def routes(service: Service) -> APIRouter:
         turns = await attended(request, service.chat(caller, body, x_session_id))
         return await answer(service, caller, turns, bool(body.stream), _usage_wanted(body))
 
-    @router.get("/v1/streams/{id}", tags=["completions"], response_class=EventStream, responses={200: STREAM})
+    @router.get("/v1/streams/{id}", tags=["completions"], response_class=StreamingResponse, responses={200: STREAM})
     async def resume(
         request: Request, id: Name, last_event_id: Annotated[str | None, Header(alias="Last-Event-ID", max_length=200)] = None
     ) -> Response:
@@ -89,7 +90,8 @@ def routes(service: Service) -> APIRouter:
             at = int(number)
         response = await aside(service.store.response, caller.tenant, id)
         plan = Plan.of(response)
-        service.model(plan.model)
+        if plan.model not in service.models:
+            raise ApiError(409, "response_closed", f"response {id!r} cannot go on: its model is not served any more")
         turn = Turn(id, plan.model, service.turns.follow(caller.tenant, id, at), plan, response.session, True, True)
         return await answer(service, caller, [service.noted(turn, caller)], True, True)
 

@@ -68,7 +68,7 @@ class LocalEngine:
         try:
             while True:
                 if progress:
-                    waiting = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+                    waiting = asyncio.ensure_future(anext(events))
                     while not (await asyncio.wait({waiting}, timeout=PROGRESS_SECONDS))[0]:
                         yield Chunk(None, dataclasses.replace(stream.usage))
                 try:

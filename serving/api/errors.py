@@ -58,7 +58,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.more}}
+        param = None if self.param is None else _printable(self.param)
+        return {"error": {"message": _printable(self.message), "type": kind, "param": param, "code": self.code, **self.more}}
 
     def headers(self) -> dict[str, str]:
         """What stands beside it."""
@@ -77,3 +78,8 @@ def as_api_error(error: BaseException) -> ApiError:
             more: dict[str, Any] = {"version": error.found} if isinstance(error, ConflictError) and error.found else {}
             return ApiError(status, code, message, retry=retry, **more)
     return ApiError(500, "internal_error", "the service failed; its log has the reason under this answer's X-Request-Id")
+
+
+def _printable(text: str) -> str:
+    """Text that can be sent, whatever a client has put into it."""
+    return text.encode("utf-8", "replace").decode()

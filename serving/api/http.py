@@ -1,4 +1,4 @@
-"""HTTP itself: keys, bodies of bounded size in bounded time, request ids, logs, event streams that notice when their reader leaves."""
+"""HTTP itself: keys, bodies of bounded size in bounded time, request ids, logs, streams that notice when their reader leaves."""
 
 import asyncio
 import contextlib
@@ -35,10 +35,11 @@ class Front:
     """What every request passes first: an id, who asks, its body, and afterwards its line in the log."""
 
     def __init__(
-        self, app: ASGIApp, tenant: Callable[[str | None], Tenant], count: Callable[..., None], body_bytes: int, import_bytes: int,
-        body_seconds: float,
+        self, app: ASGIApp, tenant: Callable[[str | None], Tenant], count: Callable[..., None], ongoing: int,
+        body_bytes: int, import_bytes: int,        body_seconds: float,
     ) -> None:  # fmt: skip
         self.app, self.tenant, self.count = app, tenant, count
+        self.ongoing, self._now = ongoing, 0
         self.body_bytes, self.import_bytes, self.body_seconds = body_bytes, import_bytes, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,8 +62,11 @@ class Front:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", id.encode())]
             await send(message)
 
+        self._now += 1
         try:
             try:
+                if self._now > self.ongoing and scope["path"] not in OPEN:
+                    raise ApiError(503, "service_overloaded", f"{self.ongoing} requests are under way here; try again later")
                 if scope["path"] not in OPEN:
                     state["tenant"] = self.tenant(_bearer(headers))
                     facts["tenant"] = state["tenant"].id
@@ -78,6 +82,7 @@ class Front:
                     raise  # too late for an answer; the connection is closed
                 await error_response(problem)(scope, receive, answer)
         finally:
+            self._now -= 1
             facts |= {"status": status, "seconds": round(time.perf_counter() - began, 4)}
             if scope["path"] not in OPEN:
                 log.info("request", extra={"facts": facts})
@@ -189,7 +194,7 @@ class EventStream(Response):
             waiting: asyncio.Future[bytes] | None = None
             try:
                 while True:
-                    waiting = waiting or asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+                    waiting = waiting or asyncio.ensure_future(anext(events))
                     done, _ = await asyncio.wait({waiting}, timeout=KEEP_ALIVE)
                     if not done:
                         await send({"type": "http.response.body", "body": b": still here\n\n", "more_body": True})

@@ -45,9 +45,11 @@ def local_service(config: ServeConfig) -> Iterator[Service]:
         stack.callback(store.close)
         served = []
         for model in config.models:
-            if not model.retired:
+            if model.use != "retired":
                 checkpoint, info = load_model(model.checkpoint, model.called)
                 engine = stack.enter_context(make_engine(checkpoint, config, store))
-                served.append(Served(LocalEngine(engine, info, store, config.http.coalesce), checkpoint.tokenizer))
+                served.append(
+                    Served(LocalEngine(engine, info, store, config.http.coalesce), checkpoint.tokenizer, model.use == "all")
+                )
         keys = None if config.keys is None else Keys(config.keys)
         yield Service(config, store, served, Buckets(), Metrics(PrometheusSink()), keys)

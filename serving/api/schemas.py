@@ -6,7 +6,7 @@ change nothing here are accepted and ignored (`Ignored`), those that would chang
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 LARGEST = 2**63 - 1
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}$"
@@ -14,7 +14,15 @@ Name = Annotated[str, StringConstraints(pattern=NAME)]
 Version = Annotated[int, Field(ge=0, le=LARGEST)]
 Position = Annotated[int, Field(ge=0, le=2**62)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=4_000_000)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+def _utf8(text: str) -> str:
+    text.encode()  # JSON can spell half a surrogate pair, which is no text
+    return text
+
+
+Text = Annotated[str, AfterValidator(_utf8)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(_utf8)]
 
 
 class Body(BaseModel):
@@ -57,7 +65,9 @@ class SamplingFields(BaseModel):
 class Generation(Body, Ignored, SamplingFields):
     """What both kinds of completion take."""
 
-    model: str | None = Field(None, max_length=256, description="A served model's id; with a session, the session's own is used.")
+    model: Text | None = Field(
+        None, max_length=256, description="A served model's id; with a session, the session's own is used."
+    )
     session_id: Name | None = Field(
         None, description="Append to this session's memory and go on from there (or the header X-Session-Id)."
     )
@@ -88,7 +98,7 @@ class CompletionRequest(Generation):
             ]
         }
     )
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=16)] = Field(
+    prompt: Text | TokenIds | Annotated[list[Text], Field(min_length=1, max_length=16)] = Field(
         "", description="Text or token ids; a list of texts gives an answer to each. With a session: what is new."
     )
     max_tokens: int | None = Field(None, ge=1, le=LARGEST, description="Most tokens to generate.")
@@ -102,14 +112,14 @@ class TextPart(Body):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=256)]
+    content: Text | Annotated[list[TextPart], Field(max_length=256)]
     name: Any = Field(None, description="Ignored.")
     refusal: None = None
 
@@ -143,7 +153,7 @@ class CreateSession(Body, SamplingFields):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"id": "ada", "model": "demo", "temperature": 0.7}]})
     id: Name | None = Field(None, description="Its name; left out, one is made.")
-    model: str | None = Field(None, max_length=256, description="A served model's id (default: the first).")
+    model: Text | None = Field(None, max_length=256, description="A served model's id (default: the first).")
     seed: int = Field(0, ge=0, le=LARGEST)
     keep_history: bool = Field(False, description="Also keep every token ever read (grows): needed to move to another model.")
     retain: int = Field(1, ge=0, le=1024, description="Old segment boundaries that can be gone back to.")
@@ -154,7 +164,7 @@ class AppendRequest(Body):
     """POST /v1/sessions/{id}/append."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"text": "Call me Ishmael."}]})
-    text: str | None = None
+    text: Text | None = None
     ids: TokenIds | None = None
     expected_version: Version | None = None
     stream: bool = Field(False, description="Send progress as server-sent events.")
@@ -186,7 +196,7 @@ class MigrateRequest(Body):
     """POST /v1/sessions/{id}/migrate."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "demo"}]})
-    model: str = Field(max_length=256, description="The model to read the kept history under.")
+    model: Text = Field(max_length=256, description="The model to read the kept history under.")
     expected_version: Version | None = None
 
 
@@ -220,7 +230,7 @@ class SessionObject(BaseModel):
     turn: int = Field(description="Where the last turn started.")
     boundary: int
     tail: int = Field(description="Tokens that are read again to resume it.")
-    retained: list[tuple[int, int]] = Field(description="Positions that can be gone back to, as ranges.")
+    retained: list[list[int]] = Field(description="Positions that can be gone back to, as ranges.")
     bytes: int
     busy: bool
     seed: int

@@ -41,7 +41,7 @@ class Caller:
     @property
     def facts(self) -> dict[str, Any]:
         """What the log line of this request says."""
-        return self.request.state.facts  # type: ignore[no-any-return]
+        return self.request.state.facts
 
 
 class Service:
@@ -79,9 +79,9 @@ class Service:
     def model(self, name: str | None) -> Served:
         """A served model by name or fingerprint (None: the first)."""
         for served in self.models.values():
-            if name in (None, served.client.info.name, served.client.info.fingerprint):
+            if served.open and name in (None, served.client.info.name, served.client.info.fingerprint):
                 return served
-        names = ", ".join(served.client.info.name for served in self.models.values())
+        names = ", ".join(served.client.info.name for served in self.models.values() if served.open)
         raise ApiError(404, "model_not_found", f"model {name!r} is not served; there is {names or 'none'}", "model")
 
     def model_of(self, session: Session) -> Served:

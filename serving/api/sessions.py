@@ -38,8 +38,9 @@ def routes(service: Service) -> APIRouter:
         return SessionObject(
             id=session.id, model=None if served is None else served.client.info.name, fingerprint=settings.model,
             version=session.version, position=session.position, turn=session.turn, boundary=session.boundary,
-            tail=len(session.tail), retained=list(session.retained), bytes=session.bytes, busy=session.owner is not None,
-            seed=settings.seed, sampling=dict(settings.sampling), keep_history=settings.keep_history, parent=session.parent,
+            tail=len(session.tail), retained=[list(pair) for pair in session.retained], bytes=session.bytes,
+            busy=session.owner is not None, seed=settings.seed, sampling=dict(settings.sampling),
+            keep_history=settings.keep_history, parent=session.parent,
             created=int(session.created), updated=int(session.updated),
             expires=None if session.expires is None else int(session.expires),
         )  # fmt: skip

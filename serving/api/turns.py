@@ -48,6 +48,8 @@ class Served:
 
     client: EngineClient
     tokenizer: Tokenizer
+    open: bool = True
+    """Whether it takes new texts, or only goes on with its sessions."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ class Turns:
         if session is not None:
             plan = place(plan, session)
         fresh = Response(
-            attempt.tenant, new_id(PREFIX[plan.kind], attempt.key), None if session is None else session.id, attempt.key, attempt.digest,
-            plan.parameters(), plan.start,
+            attempt.tenant, new_id(PREFIX[plan.kind], attempt.key), None if session is None else session.id, attempt.key,
+            attempt.digest, plan.parameters(), plan.start,
         )  # fmt: skip
         if not (record or session is not None or attempt.key is not None):
             pieces = self._generate(plan, attempt.tenant, None, None, **options)

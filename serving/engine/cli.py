@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from serving.engine.stream import Stream
     from serving.sessions.store import Session, SessionStore
 
-EXAMPLE = (
-    "Example: pmi generate --checkpoint runs/demo/model --prompt 'The whale' --tokens 200     "
-    "pmi generate --checkpoint runs/demo/model --session ada --file book.txt --prompt 'Call me'"
-)
+EXAMPLE = "Example: pmi generate --checkpoint runs/demo/model --session ada --prompt 'The whale' --tokens 200"
 
 
 def mount(app: Commands) -> None:
@@ -55,11 +52,15 @@ def generate(
 ) -> None:
     """Continue a text, streaming to the terminal.
 
-    With --session the text goes on where the last call stopped, in another process too; the flags of sampling that its first
-    call was given are its defaults. A --file that was interrupted goes on where it stopped, if nothing came in between.
+    With --session the text goes on where the last call stopped, in another process too.
+
+    The sampling flags of its first call are the session's defaults.
+
+    A --file whose reading was interrupted goes on where it stopped.
     """
     from lm.model.pretrained import from_pretrained, resolve_device
-    from serving.engine.engine import Engine, EngineConfig
+    from serving.engine.config import EngineConfig
+    from serving.engine.engine import Engine
     from serving.engine.request import Request
     from serving.sessions.opening import open_store
     from serving.sessions.store import LOCAL

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -27,6 +26,7 @@ from lm.generation.sampling import remember, sample
 from lm.model.pretrained import Checkpoint
 from lm.model.snapshot import capture
 from serving.engine.admission import FairQueue
+from serving.engine.config import Counters, EngineConfig
 from serving.engine.errors import EngineError, EngineStoppedError, StepError
 from serving.engine.journal import Entry, Journal
 from serving.engine.opening import identity, open_new, open_session
@@ -34,7 +34,7 @@ from serving.engine.request import Event, FinishReason, Logprobs, Request
 from serving.engine.sequence import Sequence
 from serving.engine.slab import Slab, likeliest, next_logits
 from serving.engine.stream import Stream, deliver
-from serving.sessions.store import LEASE_SECONDS, SessionStore, Status
+from serving.sessions.store import SessionStore, Status
 
 FAILURES = 3
 """Steps in a row that may fail before the loop gives up."""
@@ -42,43 +42,13 @@ SHARE = 4
 """A short piece of prompt counts as this part of a segment at least, for it costs a pass over the weights."""
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine runs."""
-
-    lanes: int = 32
-    """Sequences that are active together."""
-    queue: int = 256
-    """Requests that may wait besides."""
-    snapshot_segments: int = 32
-    """While a long prompt is read into a session, a snapshot is stored every so many segments."""
-    lease: float = LEASE_SECONDS
-    """Seconds after which the sessions of an engine that has crashed are free again."""
-    threads: int | None = None
-    """Threads of torch (None: as they are)."""
-
-
-@dataclass
-class Counters:
-    """What the engine has done since it started."""
-
-    steps: int = 0
-    generated: int = 0
-    prompt: int = 0
-    """Ids of prompts that were read."""
-    replayed: int = 0
-    """Ids of tails that were read again to resume sessions: at most a segment for each."""
-    resumed: int = 0
-    """Sessions resumed."""
-    failures: int = 0
-    """Steps in which the model failed."""
-
-
 class Engine:
     """Generates for many callers at once. `submit` and `close` may be called from any thread."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig | None = None, store: SessionStore | None = None) -> None:
         self.checkpoint, self.config, self.store = checkpoint, config or EngineConfig(), store
+        if self.config.dtype == "bfloat16":
+            checkpoint.model.compute_in(torch.bfloat16)
         self.counters = Counters()
         self.owner = f"engine-{uuid.uuid4().hex[:12]}"
         self._segment = checkpoint.model.config.segment
@@ -108,7 +78,7 @@ class Engine:
 
     def submit(self, request: Request) -> Stream:
         """Queue a request. UserError for one that makes no sense, QueueFullError, EngineStoppedError."""
-        problems = list(self._problems(request))
+        problems = list(request.problems(self.checkpoint.model.config.vocab_size, self.store is not None))
         if problems:
             raise UserError(problems)
         stream = Stream(self._on_cancel)
@@ -155,23 +125,6 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _problems(self, request: Request) -> "list[str]":
-        problems = list(request.sampling.problems())
-        vocabulary = self.checkpoint.model.config.vocab_size
-        if request.prompt:
-            low, high = min(request.prompt), max(request.prompt)
-            if low < 0 or high >= vocabulary:
-                problems.append(f"prompt: token id {low if low < 0 else high} is out of range 0..{vocabulary - 1}")
-        if request.tokens < 0 or (request.tokens == 0 and request.session is None):
-            problems.append(f"tokens: {request.tokens} must be 1 or more (0 only to read a prompt into a session)")
-        if request.stop and not request.text:
-            problems.append("stop: needs text=True")
-        if request.logprobs is not None and not 0 <= request.logprobs <= 1000:
-            problems.append(f"logprobs: {request.logprobs} must be 0..1000")
-        if self.store is None and (request.session is not None or request.response is not None):
-            problems.append("session: this engine has no session store; give it one")
-        return problems
 
     def _stopped(self) -> EngineStoppedError:
         why = "it was closed" if self._error is None else f"{type(self._error).__name__}: {self._error}"
@@ -241,11 +194,11 @@ class Engine:
             if sequence.opening and not isinstance(call, str):  # its session was opened, or could not be
                 sequence.opening = False
                 self._opening -= 1
-                if sequence.lease is not None and self.journal is not None:
-                    self.journal.hold(sequence)
+                if sequence.lease is not None:
+                    self._hold(sequence)
                 if call is None and sequence.finish is None:
                     self._reading.append(sequence)
-                    self.counters.resumed += 1
+                    self.counters.opened += 1
                     self.counters.replayed += sequence.stream.usage.replayed
                 else:
                     self._conclude(sequence, call or sequence.finish or "cancelled")
@@ -258,13 +211,19 @@ class Engine:
             sequence = self._queue.pop()
             if sequence.request.session is None:
                 open_new(self.checkpoint, sequence)
-                if self.journal is not None and sequence.durable:
-                    self.journal.hold(sequence)
+                if sequence.durable:
+                    self._hold(sequence)
                 self._reading.append(sequence)
             else:
                 sequence.opening = True
                 self._opening += 1
                 self._helpers.submit(self._open, sequence)
+
+    def _hold(self, sequence: Sequence) -> None:
+        """From here on the journal knows the sequence, and keeps its lease alive."""
+        assert self.journal is not None
+        self.journal.hold(sequence)
+        sequence.held = True
 
     def _open(self, sequence: Sequence) -> None:
         assert self.store is not None
@@ -432,7 +391,7 @@ class Engine:
         sequence.finish = why if isinstance(why, str) else "cancelled"
         text = sequence.text.close() if sequence.text is not None and error is None else ""
         event = None if error is not None else Event(sequence.position + (sequence.produced > 0), (), text, (), sequence.finish)
-        if sequence.durable and sequence.held:
+        if sequence.held:
             ids: list[int] = []
             if error is None and sequence.request.tokens == 0 and sequence.finish == "length":
                 ids = sequence.unwritten
@@ -488,4 +447,6 @@ class Engine:
             self._stopping = True
             waiting, self._live = list(self._live), {}
             self._changed.notify()
+        if self.journal is not None:
+            self.journal.abandon()
         deliver((stream, None, self._stopped()) for stream in waiting)

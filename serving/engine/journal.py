@@ -1,7 +1,8 @@
 """The writer: puts each step's tokens into the session store, and only then hands them to their callers.
 
-One transaction for all lanes, made while the next step is computed; at most one per step, and at most one in PACE seconds: steps
-that follow sooner share one (a sequence's first token and its end never wait). Far ahead of a slow store the loop waits.
+One transaction for all lanes, made while the next step is computed: one per step, or where steps are quicker than PACE one in so
+many seconds, for what they add together (a sequence's first token and its end do not wait for it). Far ahead of a slow store the
+loop waits.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from serving.sessions.store import Change, Committed, Lease, Outcome, Progress, 
 
 AHEAD = 64
 """Steps that the loop may be ahead of the store."""
-PACE = 0.04
+PACE = 0.1
 """Seconds between transactions, unless someone waits for a first token or an end: nobody reads faster than that."""
 PATIENCE = 10.0
 """Seconds that the writer tries again when the store does not answer, before the sequences fail."""
@@ -43,13 +44,20 @@ class Entry:
     first: bool = False
     final: bool = False
 
-    def then(self, later: "Entry") -> "Entry":
-        """Both as one."""
-        event = self.event if later.event is None else later.event if self.event is None else self.event.then(later.event)
-        return Entry(
-            self.sequence, self.at, self.ids + later.ids, later.snapshot or self.snapshot, self.turn or later.turn,
-            self.response_at, self.response_ids + later.response_ids, later.status, event, later.error, self.first, later.final,
-        )  # fmt: skip
+    @property
+    def urgent(self) -> bool:
+        """Whether a caller waits for a first token or an end."""
+        return self.first or self.final
+
+    def absorb(self, later: "Entry") -> None:
+        """Take in what a later step adds."""
+        self.ids += later.ids
+        self.response_ids += later.response_ids
+        self.snapshot = later.snapshot or self.snapshot
+        self.turn, self.first = self.turn or later.turn, self.first or later.first
+        self.status, self.error, self.final = later.status, later.error, later.final
+        if later.event is not None:
+            self.event = later.event if self.event is None else self.event.then(later.event)
 
 
 class Journal:
@@ -62,7 +70,7 @@ class Journal:
         self._steps: queue.Queue[list[Entry] | None] = queue.Queue(AHEAD)
         self._held: dict[Sequence, float] = {}  # leases to be prolonged, and when they last were
         self._lock = threading.Lock()
-        self._last = 0.0
+        self._beating = True
         self.transactions, self.snapshots, self.snapshot_bytes, self.seconds = 0, 0, 0, 0.0
         """For measuring: transactions made, snapshots in them, seconds of this thread's work (not of its waiting)."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -78,6 +86,10 @@ class Journal:
         """Keep this sequence's lease alive until its last entry."""
         with self._lock:
             self._held[sequence] = time.monotonic()
+
+    def abandon(self) -> None:
+        """Prolong no leases any more: the loop is dead, and another engine shall have the sessions."""
+        self._beating = False
 
     def write(self, entries: list[Entry]) -> None:
         """Commit and deliver `entries` soon; waits only if the store is several steps behind."""
@@ -97,32 +109,38 @@ class Journal:
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        waiting: dict[Sequence, Entry] = {}
+        closing, last = False, 0.0
         try:
-            while True:
-                steps = self._gather()
-                if steps:
+            while not closing:
+                closing = self._gather(waiting, last + PACE - time.monotonic() if waiting else 0.5)
+                whole = closing or time.monotonic() >= last + PACE
+                due = list(waiting) if whole else [sequence for sequence, entry in waiting.items() if entry.urgent]
+                if whole:
+                    last = time.monotonic()
+                if due:
                     began = time.thread_time()
-                    self._commit(_merged(entry for step in steps if step is not None for entry in step))
+                    self._commit([waiting.pop(sequence) for sequence in due])
                     self.seconds += time.thread_time() - began
                 self._heartbeat()
-                if None in steps:
-                    return
         except BaseException as error:
             self._died(error)
 
-    def _gather(self) -> list[list[Entry] | None]:
-        """Everything that waits; [] after a while without anything."""
-        steps: list[list[Entry] | None] = []
+    def _gather(self, waiting: dict[Sequence, Entry], seconds: float) -> bool:
+        """Add everything that has come to `waiting`, after so many seconds without anything at most; true: close."""
         try:
-            steps.append(self._steps.get(timeout=0.5))
-            while not _urgent(steps[-1]) and (left := self._last + PACE - time.monotonic()) > 0:
-                steps.append(self._steps.get(timeout=left))
-            while True:
-                steps.append(self._steps.get_nowait())
+            step = self._steps.get(timeout=max(0.0, seconds))
+            while step is not None:
+                for entry in step:
+                    earlier = waiting.get(entry.sequence)
+                    if earlier is None:
+                        waiting[entry.sequence] = entry
+                    else:
+                        earlier.absorb(entry)
+                step = self._steps.get_nowait()
         except queue.Empty:
-            pass
-        self._last = time.monotonic()
-        return steps
+            return False
+        return True
 
     def _commit(self, entries: list[Entry]) -> None:
         with self._lock:
@@ -193,7 +211,7 @@ class Journal:
             due = [s for s, last in self._held.items() if s.lease is not None and now - last > s.lease.seconds / 4]
             for sequence in due:
                 self._held[sequence] = now
-        if not due:
+        if not due or not self._beating:
             return
         try:
             outcomes = self.store.heartbeat([s.lease for s in due if s.lease is not None])
@@ -209,17 +227,3 @@ class Journal:
     def _release(self, leases: list[Lease]) -> None:
         with contextlib.suppress(StoreError):  # they run out by themselves
             self.store.release(leases)
-
-
-def _urgent(step: list[Entry] | None) -> bool:
-    """Whether a caller waits for a first token or an end, or the journal is to be closed."""
-    return step is None or any(entry.first or entry.final for entry in step)
-
-
-def _merged(entries: Iterable[Entry]) -> list[Entry]:
-    """One entry per sequence."""
-    found: dict[Sequence, Entry] = {}
-    for entry in entries:
-        earlier = found.get(entry.sequence)
-        found[entry.sequence] = entry if earlier is None else earlier.then(entry)
-    return list(found.values())

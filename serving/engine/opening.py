@@ -44,7 +44,9 @@ def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, second
             mine = identity(checkpoint)
             sequence.state = checkpoint.model.initial_state(1) if data is None else load_snapshot(checkpoint.model, data, mine)
         except SnapshotError as error:
-            raise DamagedError(f"session {session.id!r}: {error}; `pmi sessions verify` looks for more") from error
+            raise DamagedError(
+                f"session {session.id!r}: {error}; it was made with another dtype, or `pmi sessions verify` finds more"
+            ) from error
         sequence.position = session.boundary
         _prepare(checkpoint, sequence, session.recent, session.tail, session.position, session.stream)
     except BaseException:

@@ -1,6 +1,6 @@
 """What is asked of the engine and what it answers with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -44,6 +44,22 @@ class Request:
     deadline: float | None = None
     """Seconds from now on after which generation ends with what there is."""
 
+    def problems(self, vocabulary: int, durable: bool) -> Iterator[str]:
+        """What is wrong with it, for an engine of so many ids, with a session store or without."""
+        yield from self.sampling.problems()
+        if self.prompt:
+            low, high = min(self.prompt), max(self.prompt)
+            if low < 0 or high >= vocabulary:
+                yield f"prompt: token id {low if low < 0 else high} is out of range 0..{vocabulary - 1}"
+        if self.tokens < 0 or (self.tokens == 0 and self.session is None):
+            yield f"tokens: {self.tokens} must be 1 or more (0 only to read a prompt into a session)"
+        if self.stop and not self.text:
+            yield "stop: needs text=True"
+        if self.logprobs is not None and not 0 <= self.logprobs <= 1000:
+            yield f"logprobs: {self.logprobs} must be 0..1000"
+        if not durable and (self.session is not None or self.response is not None):
+            yield "session: this engine has no session store; give it one"
+
 
 class Logprobs(NamedTuple):
     """Of one generated token: its own, and the likeliest ids with theirs."""
@@ -52,8 +68,7 @@ class Logprobs(NamedTuple):
     likeliest: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Some generated tokens; the last event of a stream says why it ended."""
 
     position: int

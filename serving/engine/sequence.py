@@ -22,6 +22,8 @@ class Sequence:
         self.deadline = None if request.deadline is None else time.monotonic() + request.deadline
         self.opening = False
         """A helper is taking its session from the store."""
+        self.held = False
+        """The journal knows it: its end passes through there."""
         self.finish: FinishReason | None = None
         """Its end was decided; nothing more is generated."""
         self.lease: Lease | None = None
@@ -50,11 +52,6 @@ class Sequence:
     def durable(self) -> bool:
         """Whether its tokens pass through the journal."""
         return self.request.session is not None or self.request.response is not None
-
-    @property
-    def held(self) -> bool:
-        """Whether the journal knows it: it was opened."""
-        return self.lease is not None or (self.request.session is None and self.settings is not None)
 
     @property
     def end(self) -> int:

@@ -11,6 +11,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ SEAL = 8
 ROW = 4096
 """What a session's head is counted as: a page, whatever the tail holds just now."""
 MAX_SAMPLING = 4096
+HEAD = struct.Struct("<HQQQdI")
+"""Of a head: format, version, turn, boundary, time of the change, length of the origin."""
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -52,7 +55,7 @@ def seal(data: bytes) -> bytes:
 
 def unseal(data: bytes | None, what: str) -> bytes:
     """What was sealed; DamagedError if a bit of it changed."""
-    if data is None or hashlib.blake2b(data[SEAL:], digest_size=SEAL).digest() != data[:SEAL]:
+    if not isinstance(data, bytes) or hashlib.blake2b(data[SEAL:], digest_size=SEAL).digest() != data[:SEAL]:
         raise DamagedError(f"{what}: stored bytes do not match their checksum; restore it from an export or a backup")
     return data[SEAL:]
 
@@ -67,10 +70,7 @@ def unseal_json(data: bytes | None, what: str) -> tuple[dict[str, Any], bytes]:
     """The reverse of `seal_json`."""
     plain = unseal(data, what)
     length = struct.unpack_from("<I", plain)[0]
-    value = json.loads(plain[4 : 4 + length])
-    if value.get("format", FORMAT) != FORMAT:
-        raise DamagedError(f"{what}: written in format {value['format']}, this version reads {FORMAT}; use the newer version")
-    return value, plain[4 + length :]
+    return json.loads(plain[4 : 4 + length]), plain[4 + length :]
 
 
 def new_stream() -> int:
@@ -105,18 +105,37 @@ class HistoryWrite:
 
 
 @dataclass(frozen=True)
-class Record:
-    """Everything of a session but lease and snapshot bytes."""
+class Origin:
+    """What of a session hardly ever changes."""
 
     settings: Settings
-    version: int
-    turn: int
     stream: int
     parent: str | None
     created: float
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """As JSON; made once, not at every commit."""
+        values = {**vars(self.settings), "sampling": dict(self.settings.sampling)}
+        about = {"settings": values, "stream": self.stream, "parent": self.parent, "created": self.created}
+        return json.dumps(about, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything of a session but lease and snapshot bytes."""
+
+    origin: Origin
+    version: int
+    turn: int
     updated: float
     tail: bytes
     boundaries: tuple[Boundary, ...]  # rising; the last one is present
+
+    @property
+    def settings(self) -> Settings:
+        """What it was created with."""
+        return self.origin.settings
 
     @property
     def boundary(self) -> int:
@@ -145,20 +164,9 @@ class Record:
 
     def head(self) -> bytes:
         """The small part, sealed."""
-        return seal_json(
-            {
-                "format": FORMAT,
-                "settings": {**vars(self.settings), "sampling": dict(self.settings.sampling)},
-                "version": self.version,
-                "turn": self.turn,
-                "stream": self.stream,
-                "parent": self.parent,
-                "created": self.created,
-                "updated": self.updated,
-                "boundary": self.boundary,
-            },
-            self.tail,
-        )
+        about = self.origin.encoded
+        fixed = HEAD.pack(FORMAT, self.version, self.turn, self.boundary, self.updated, len(about))
+        return seal(fixed + about + self.tail)
 
     def bounds(self) -> bytes:
         """The boundaries, sealed."""
@@ -171,14 +179,19 @@ class Record:
         return Session(
             tenant=tenant, id=id, settings=self.settings, version=self.version, position=self.position, turn=self.turn,
             boundary=present.position, snapshot=present.snapshot, recent=unpack(present.recent), tail=unpack(self.tail),
-            retained=retained(self), stream=self.stream, parent=self.parent, created=self.created, updated=self.updated,
+            retained=retained(self), stream=self.origin.stream, parent=self.origin.parent, created=self.origin.created,
+            updated=self.updated,
             expires=self.expires(default_ttl), bytes=self.stored, owner=owner,
         )  # fmt: skip
 
 
 def decode(head: bytes | None, bounds: bytes | None, what: str) -> Record:
     """A record from its two sealed parts; DamagedError."""
-    about, tail = unseal_json(head, what)
+    plain = unseal(head, what)
+    format_, version, turn, boundary, updated, length = HEAD.unpack_from(plain)
+    if format_ != FORMAT:
+        raise DamagedError(f"{what}: written in format {format_}, this version reads {FORMAT}; use the newer version")
+    about = json.loads(plain[HEAD.size : HEAD.size + length])
     listed, rest = unseal_json(bounds, f"{what} (boundaries)")
     boundaries, place = [], 0
     for item in listed["boundaries"]:
@@ -186,12 +199,10 @@ def decode(head: bytes | None, bounds: bytes | None, what: str) -> Record:
         end = middle + item["ids"]
         boundaries.append(Boundary(item["position"], item["snapshot"], item["size"], rest[place:middle], rest[middle:end]))
         place = end
-    if not boundaries or boundaries[-1].position != about["boundary"]:
+    if not boundaries or boundaries[-1].position != boundary:
         raise DamagedError(f"{what}: its two parts are not of one version; restore it from an export or a backup")
-    return Record(
-        settings=Settings(**about["settings"]), version=about["version"], turn=about["turn"], stream=about["stream"],
-        parent=about["parent"], created=about["created"], updated=about["updated"], tail=tail, boundaries=tuple(boundaries),
-    )  # fmt: skip
+    origin = Origin(Settings(**about["settings"]), about["stream"], about["parent"], about["created"])
+    return Record(origin, version, turn, updated, plain[HEAD.size + length :], tuple(boundaries))
 
 
 # --- what can happen to it -------------------------------------------------------------------------------------------
@@ -201,7 +212,7 @@ def new_record(settings: Settings, now: float) -> Record:
     """A session at position 0."""
     check_settings(settings)
     start = Boundary(0, None, 0, b"")
-    return Record(settings, 1, 0, new_stream(), None, now, now, b"", (start,))
+    return Record(Origin(settings, new_stream(), None, now), 1, 0, now, b"", (start,))
 
 
 def from_content(content: Content, now: float, old: Record | None = None) -> tuple[Record, HistoryWrite | None]:
@@ -210,10 +221,9 @@ def from_content(content: Content, now: float, old: Record | None = None) -> tup
     digest = None if content.snapshot is None else snapshot_hash(content.snapshot)
     size = len(content.snapshot or b"")
     boundary = Boundary(content.boundary, digest, size, pack(content.recent))
-    made = Record(
-        content.settings, 1 if old is None else old.version + 1, content.position, new_stream(), None,
-        now if old is None else old.created, now, pack(content.tail), (boundary,),
-    )  # fmt: skip
+    origin = Origin(content.settings, new_stream(), None, now if old is None else old.origin.created)
+    version = 1 if old is None else old.version + 1
+    made = Record(origin, version, content.position, now, pack(content.tail), (boundary,))
     if content.history is not None:
         return made, HistoryWrite(0, (seal(pack(content.history[: content.boundary])),) if content.boundary else ())
     return made, HistoryWrite(0) if old is not None and old.settings.keep_history else None
@@ -257,9 +267,7 @@ def advance(record: Record, change: Change, now: float) -> tuple[Record, History
             history = HistoryWrite(present.position, (seal(closed.ids),))
     if change.turn or change.snapshot is not None:
         boundaries = _prune(boundaries, turn, record.settings.retain)
-    return replace(
-        record, version=record.version + 1, turn=turn, updated=now, tail=tail, boundaries=boundaries
-    ), history  # fmt: skip
+    return Record(record.origin, record.version + 1, turn, now, tail, boundaries), history
 
 
 def applied(record: Record, change: Change) -> bool:
@@ -290,9 +298,8 @@ def back_to(record: Record, position: int, now: float) -> tuple[Record, HistoryW
     history = None
     if record.settings.keep_history and chosen.position < record.boundary:
         history = HistoryWrite(chosen.position)
-    made = replace(
-        record, version=record.version + 1, turn=turn, stream=new_stream(), updated=now, tail=tail, boundaries=boundaries
-    )
+    origin = replace(record.origin, stream=new_stream())
+    made = replace(record, origin=origin, version=record.version + 1, turn=turn, updated=now, tail=tail, boundaries=boundaries)
     return made, history
 
 
@@ -308,6 +315,11 @@ def retained(record: Record) -> tuple[tuple[int, int], ...]:
             first = spans.pop()[0]
         spans.append((first, last))
     return tuple(spans)
+
+
+def forked(record: Record, parent: str, now: float) -> Record:
+    """The first version of a session with the same past."""
+    return replace(record, origin=Origin(record.settings, new_stream(), parent, now), version=1, updated=now)
 
 
 def first_pieces(pieces: Sequence[bytes], count: int) -> tuple[bytes, ...]:
@@ -354,10 +366,20 @@ def check_settings(settings: Settings) -> None:
         size = len(json.dumps(dict(settings.sampling), allow_nan=False))
         if size > MAX_SAMPLING:
             problems.append(f"sampling: {size} bytes as JSON; at most {MAX_SAMPLING}")
+        if not _flat(dict(settings.sampling), 2):
+            problems.append("sampling: values must be plain, or lists or mappings of plain values")
     except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"sampling: not JSON ({error})")
     if problems:
         raise InvalidError(problems)
+
+
+def _flat(value: Any, depth: int) -> bool:
+    """Whether containers are nested no deeper than `depth`."""
+    if isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_flat(part, depth - 1) for part in parts)
+    return True
 
 
 def check_content(content: Content) -> None:

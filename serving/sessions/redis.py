@@ -4,6 +4,7 @@ One primary (replicas are fine), not a cluster: a step's changes are one transac
 only with `appendonly yes`, `appendfsync always` and `maxmemory-policy noeviction`, which is checked at the start.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 import redis
 from redis.exceptions import BusyLoadingError, ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError, TimeoutError
 
-from serving.sessions.base import BaseStore, Key, Raw, Verdict, Write
+from serving.sessions.backend import Key, Raw, Verdict, Write
+from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import FullError, InvalidError, UnavailableError
 from serving.sessions.responses import ResponseRow, ResponseWrite
@@ -111,7 +113,7 @@ class RedisStore(BaseStore):
     # --- sessions ------------------------------------------------------------------------------------------------
 
     def load(self, keys: Sequence[Key]) -> Sequence[Raw | None]:
-        """See BaseStore."""
+        """See Backend."""
 
         def read() -> Any:
             pipe = self._redis.pipeline(transaction=False)
@@ -122,7 +124,7 @@ class RedisStore(BaseStore):
         return [_raw(key, found) for key, found in zip(keys, self._try(read), strict=True)]
 
     def scan(self, tenant: str | None, after: Key | None) -> Iterator[Raw]:
-        """See BaseStore."""
+        """See Backend."""
         low = "-" if tenant is None else f"[{tenant}\0"
         if after is not None:
             low = f"({after[0]}\0{after[1]}"
@@ -136,7 +138,7 @@ class RedisStore(BaseStore):
             low = "(" + found[-1].decode()
 
     def candidates(self, now: float, ttl: float | None, everything: bool) -> Iterator[Raw]:
-        """See BaseStore."""
+        """See Backend."""
         last = "+inf" if everything else repr(now - ttl) if ttl is not None else "-inf"
         own = self._try(self._redis.zrangebyscore, self._key("expiry"), "-inf", repr(now))
         idle = self._try(self._redis.zrangebyscore, self._key("idle"), "-inf", last)
@@ -147,7 +149,7 @@ class RedisStore(BaseStore):
                 yield raw
 
     def write(self, writes: Sequence[Write | ResponseWrite]) -> Sequence[Verdict]:
-        """See BaseStore."""
+        """See Backend."""
         brought = dict(blob for write in writes if isinstance(write, Write) and (blob := write.blob()) is not None)
         names = self._stage(list(brought.items()))
         values: list[Any] = [len(writes)]
@@ -160,15 +162,9 @@ class RedisStore(BaseStore):
             raise
         if self._files is not None:
             self._files.remove(name.decode() for name in freed)
-        self._discard({hash_: name for hash_, name in names.items() if self._lost(hash_, writes, verdicts)})
+        if any(verdict != b"made" for verdict in verdicts):
+            self._discard(names)
         return [verdict.decode() for verdict in verdicts]
-
-    def _lost(self, hash_: str, writes: Sequence[Write | ResponseWrite], verdicts: Sequence[bytes]) -> bool:
-        """Whether no write that was made brought this snapshot."""
-        return not any(
-            verdict == b"made" and isinstance(write, Write) and (blob := write.blob()) is not None and blob[0] == hash_
-            for write, verdict in zip(writes, verdicts, strict=True)
-        )
 
     def _stage(self, blobs: Sequence[tuple[str, bytes]]) -> dict[str, str]:
         """Put snapshots where a commit finds them; without one they are forgotten."""
@@ -180,31 +176,28 @@ class RedisStore(BaseStore):
         return names
 
     def _discard(self, names: dict[str, str]) -> None:
-        """Remove staged snapshots, by hash, that no write took."""
-        # the script may have run, and its answer been lost with the connection: then the snapshot belongs to a session by now
-        taken = {hash_: self._try(self._redis.hget, self._key("b", hash_), "name") for hash_ in names}
-        left = [name for hash_, name in names.items() if taken[hash_] != name.encode()]
-        if self._files is not None:
-            self._files.remove(left)
-        elif left:
-            self._try(self._redis.delete, *(self._key("d", name) for name in left))
+        """Forget staged snapshots, but those that a write has taken: its answer may have been lost and the write repeated."""
+        if names:
+            left = self._run("discard", len(names), *itertools.chain(*names.items()))
+            if self._files is not None:
+                self._files.remove(name.decode() for name in left)
 
     def drop(self, tenant: str, id: str) -> None:
-        """See BaseStore."""
+        """See Backend."""
         self._run("drop", tenant, id)
 
     def take(self, tenant: str, id: str, owner: str, seconds: float) -> tuple[int | None, str | None, float]:
-        """See BaseStore."""
+        """See Backend."""
         fence, holder, left = self._run("take", tenant, id, owner, repr(seconds), secrets.token_hex(8))
         return fence or None, holder.decode() or None, float(left)
 
     def prolong(self, leases: Sequence[Lease]) -> Sequence[bool]:
-        """See BaseStore."""
+        """See Backend."""
         values = [value for x in leases for value in (x.tenant, x.id, x.fence, repr(x.seconds))]
         return [bool(alive) for alive in self._run("prolong", len(leases), *values)]
 
     def read_blob(self, hash_: str) -> bytes | None:
-        """See BaseStore."""
+        """See Backend."""
         name = self._try(self._redis.hget, self._key("b", hash_), "name")
         if name is None:
             return None
@@ -213,13 +206,13 @@ class RedisStore(BaseStore):
         return self._try(self._redis.get, self._key("d", name.decode()))
 
     def read_history(self, tenant: str, id: str) -> Sequence[bytes]:
-        """See BaseStore."""
+        """See Backend."""
         return self._try(self._redis.lrange, self._key("s", tenant, id) + b":history", 0, -1)
 
     # --- responses -----------------------------------------------------------------------------------------------
 
     def add_response(self, response: Response, head: bytes) -> str | None:
-        """See BaseStore."""
+        """See Backend."""
         other = self._run(
             "add_response", response.tenant, response.id, response.session or "", response.key or "", len(response.ids),
             repr(response.expires), int(response.status == "running"), head,
@@ -227,7 +220,7 @@ class RedisStore(BaseStore):
         return other.decode() or None
 
     def load_response(self, tenant: str, id: str) -> ResponseRow | None:
-        """See BaseStore."""
+        """See Backend."""
         key = self._key("r", tenant, id)
 
         def read() -> Any:
@@ -240,19 +233,19 @@ class RedisStore(BaseStore):
         return None if head is None else ResponseRow(head, pieces)
 
     def response_ids(self, tenant: str, session: str) -> Sequence[str]:
-        """See BaseStore."""
+        """See Backend."""
         return [id.decode() for id in self._try(self._redis.smembers, self._key("rs", tenant, session))]
 
     def all_responses(self) -> Iterator[Key]:
-        """See BaseStore."""
+        """See Backend."""
         yield from map(_member, self._try(self._redis.zrange, self._key("responses"), 0, -1))
 
     def drop_response(self, tenant: str, id: str) -> None:
-        """See BaseStore."""
+        """See Backend."""
         self._run("drop_response", tenant, id)
 
     def evict_responses(self, now: float, limit: int | None) -> tuple[int, int]:
-        """See BaseStore."""
+        """See Backend."""
         total = self.usage().response_bytes
         over = limit is not None and total > limit
         high = "+inf" if over else repr(now)
@@ -266,7 +259,7 @@ class RedisStore(BaseStore):
     # --- upkeep --------------------------------------------------------------------------------------------------
 
     def collect(self) -> int:
-        """See BaseStore."""
+        """See Backend."""
         if self._files is None:
             return 0  # what was staged in Redis goes by itself
         found = self._files.orphans(set())
@@ -278,14 +271,14 @@ class RedisStore(BaseStore):
         return len(left)
 
     def blobs(self) -> Iterator[tuple[str, int]]:
-        """See BaseStore."""
+        """See Backend."""
         for hash_ in self._try(self._redis.smembers, self._key("blobs")):
             refs = self._try(self._redis.hget, self._key("b", hash_.decode()), "refs")
             if refs is not None:
                 yield hash_.decode(), int(refs)
 
     def examine(self) -> Iterator[tuple[str, str]]:
-        """See BaseStore."""
+        """See Backend."""
         yield from ()
 
     def usage(self, tenant: str | None = None) -> Usage:

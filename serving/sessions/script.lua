@@ -161,6 +161,18 @@ function operations.write()
   return {verdicts, freed}
 end
 
+function operations.discard() -- of snapshots that were brought, those that no write has taken: asked, because answers can be lost
+  local left = {}
+  for _ = 1, tonumber(take()) do
+    local hash, name = take(), take()
+    if redis.call('HGET', P .. 'b:' .. hash, 'name') ~= name then
+      redis.call('DEL', P .. 'd:' .. name)
+      left[#left + 1] = name
+    end
+  end
+  return left
+end
+
 function operations.take() -- {fence, holder, seconds left}; `mark` makes asking again after a lost answer harmless
   local key, owner, seconds, mark = session_key(take(), take()), take(), take(), take()
   local found = redis.call('HMGET', key, 'fence', 'owner', 'until', 'mark')

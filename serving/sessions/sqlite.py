@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from serving.sessions.base import BaseStore, Key, Raw, Verdict, Write
+from serving.sessions.backend import Key, Raw, Verdict, Write
+from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import DamagedError, FullError, InvalidError, StoreError, UnavailableError
 from serving.sessions.records import SEAL, HistoryWrite
@@ -45,6 +46,11 @@ CREATE TABLE IF NOT EXISTS pieces (
 CREATE TABLE IF NOT EXISTS fences (last INTEGER NOT NULL);
 """
 RAW = "tenant, id, version, fence, owner, until, head, (SELECT data FROM bounds WHERE bounds.key = sessions.key)"
+
+
+LAST = f"SELECT start + (length(ids) - {SEAL}) / 4 FROM pieces WHERE pieces.key = r.key ORDER BY start DESC LIMIT 1"
+COUNT = f"coalesce(({LAST}), r.count)"
+"""The ids of a response r: those up to its last piece, or those in its head."""
 
 
 class SQLiteStore(BaseStore):
@@ -96,6 +102,8 @@ class SQLiteStore(BaseStore):
             yield
         except sqlite3.Error as error:
             raise self._translated(error) from error
+        except UnicodeDecodeError as error:  # so garbled that not even SQLite's message about it can be read
+            raise DamagedError(f"{self.path}: the database file is damaged; restore a backup") from error
 
     def _translated(self, error: sqlite3.Error) -> StoreError:
         text, name = str(error), getattr(error, "sqlite_errorname", "")
@@ -136,14 +144,14 @@ class SQLiteStore(BaseStore):
     # --- sessions ------------------------------------------------------------------------------------------------
 
     def load(self, keys: Sequence[Key]) -> Sequence[Raw | None]:
-        """See BaseStore."""
+        """See Backend."""
         with self._errors():
             db = self._db()
             rows = [db.execute(f"SELECT {RAW} FROM sessions WHERE tenant = ? AND id = ?", key).fetchone() for key in keys]
         return [None if row is None else Raw(*row) for row in rows]
 
     def scan(self, tenant: str | None, after: Key | None) -> Iterator[Raw]:
-        """See BaseStore."""
+        """See Backend."""
         place = after or ((tenant, "") if tenant is not None else ("", ""))
         while True:
             rows = self._query(
@@ -156,7 +164,7 @@ class SQLiteStore(BaseStore):
             place = rows[-1][0], rows[-1][1]
 
     def candidates(self, now: float, ttl: float | None, everything: bool) -> Iterator[Raw]:
-        """See BaseStore."""
+        """See Backend."""
         keys = self._query(
             "SELECT key FROM sessions WHERE until <= ? AND (? OR coalesce(expires, updated + ?) <= ?) ORDER BY updated, key",
             now, everything, ttl, now,
@@ -166,43 +174,55 @@ class SQLiteStore(BaseStore):
                 yield Raw(*row)
 
     def write(self, writes: Sequence[Write | ResponseWrite]) -> Sequence[Verdict]:
-        """See BaseStore."""
-        sized = dict(blob for write in writes if isinstance(write, Write) and (blob := write.blob()) is not None)
-        large = [(hash_, data) for hash_, data in sized.items() if len(data) > INLINE]
+        """See Backend."""
+        brought = dict(blob for write in writes if isinstance(write, Write) and (blob := write.blob()) is not None)
+        large = [(hash_, data) for hash_, data in brought.items() if len(data) > INLINE]
         names = dict(zip((hash_ for hash_, _ in large), self._files.put(large), strict=True))
-        used: set[str] = set()
-        freed: list[str] = []
-        verdicts: list[Verdict] = []
         try:
-            with self._transaction() as db:
-                for write in writes:
-                    if isinstance(write, ResponseWrite):
-                        verdicts.append("made" if self._write_response(db, write) else "response")
-                        continue
-                    db.execute("SAVEPOINT one")
-                    verdict = self._write_one(db, write, sized, names, used, freed)
-                    if verdict != "made":
-                        db.execute("ROLLBACK TO one")
-                    db.execute("RELEASE one")
-                    verdicts.append(verdict)
+            try:
+                verdicts, used, freed = self._write_all(writes, brought, names, careful=False)
+            except _RefusedError:
+                verdicts, used, freed = self._write_all(writes, brought, names, careful=True)
         except BaseException:
             self._files.remove(names.values())
             raise
         self._files.remove([*freed, *(name for name in names.values() if name not in used)])
         return verdicts
 
-    def _write_one(
-        self,
-        db: sqlite3.Connection,
-        write: Write,
-        data: dict[str, bytes],
-        names: dict[str, str],
-        used: set[str],
-        freed: list[str],
-    ) -> Verdict:
+    def _write_all(
+        self, writes: Sequence[Write | ResponseWrite], brought: dict[str, bytes], names: dict[str, str], careful: bool
+    ) -> tuple[list[Verdict], set[str], list[str]]:
+        """All writes in one transaction: verdicts, the files that were needed and those that are no longer.
+
+        Savepoints cost as much as the writes themselves. So first without; only if one is refused, all again with care.
+        """
+        verdicts: list[Verdict] = []
+        used: set[str] = set()
+        freed: list[str] = []
+        with self._transaction() as db:
+            for write in writes:
+                if careful:
+                    db.execute("SAVEPOINT one")
+                unit = _Unit(db, brought, names)
+                verdict = self._write_one(unit, write)
+                if verdict == "made":
+                    used |= unit.used
+                    freed += unit.freed
+                elif not careful:
+                    raise _RefusedError
+                else:
+                    db.execute("ROLLBACK TO one")
+                if careful:
+                    db.execute("RELEASE one")
+                verdicts.append(verdict)
+        return verdicts, used, freed
+
+    def _write_one(self, unit: "_Unit", write: Write | ResponseWrite) -> Verdict:
+        """One write; what it did is undone by the caller if it is refused."""
+        db = unit.db
+        if isinstance(write, ResponseWrite):
+            return "made" if self._write_response(db, write) else "response"
         old, record, tenant, id = write.old, write.record, write.tenant, write.id
-        if write.response is not None and not self._write_response(db, write.response):
-            return "response"
         if record is None:
             assert old is not None
             row = db.execute(
@@ -239,31 +259,11 @@ class SQLiteStore(BaseStore):
                 db.execute("UPDATE bounds SET data = ? WHERE key = ?", (record.bounds(), row[0]))
         if write.history is not None and record is not None:
             self._write_history(db, row[0], write.history)
-        for hash_, change in write.references().items():
-            if not self._refer(db, hash_, change, data, names, used, freed):
-                return "lost"
+        if not all(unit.refer(hash_, change) for hash_, change in write.references().items()):
+            return "lost"
+        if write.response is not None and not self._write_response(db, write.response):
+            return "response"
         return "made"
-
-    def _refer(
-        self, db: sqlite3.Connection, hash_: str, change: int, data: dict[str, bytes], names: dict[str, str], used: set[str],
-        freed: list[str],
-    ) -> bool:  # fmt: skip
-        """Count references; False if a snapshot that is referred to is neither here nor brought along."""
-        row = db.execute("UPDATE blobs SET refs = refs + ? WHERE hash = ? RETURNING refs, file", (change, hash_)).fetchone()
-        if row is None:
-            if hash_ not in data:
-                return change < 0  # less than nothing: a damaged store must not stand in the way of removing things
-            name = names.get(hash_)
-            db.execute(
-                "INSERT INTO blobs VALUES (?, ?, ?, ?, ?)", (hash_, change, len(data[hash_]), name, None if name else data[hash_])
-            )
-            if name is not None:
-                used.add(name)
-        elif row[0] <= 0:
-            db.execute("DELETE FROM blobs WHERE hash = ?", (hash_,))
-            if row[1] is not None:
-                freed.append(row[1])
-        return True
 
     def _write_history(self, db: sqlite3.Connection, key: int, history: HistoryWrite) -> None:
         db.execute("DELETE FROM history WHERE key = ? AND start >= ?", (key, history.keep))
@@ -279,7 +279,7 @@ class SQLiteStore(BaseStore):
         db.execute("DELETE FROM responses WHERE tenant = ? AND session = ?", (tenant, id))
 
     def drop(self, tenant: str, id: str) -> None:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             for (key,) in db.execute("DELETE FROM sessions WHERE tenant = ? AND id = ? RETURNING key", (tenant, id)).fetchall():
                 self._remove_parts(db, key, tenant, id)
@@ -289,7 +289,7 @@ class SQLiteStore(BaseStore):
         return db.execute("UPDATE fences SET last = last + 1 RETURNING last").fetchone()[0]
 
     def take(self, tenant: str, id: str, owner: str, seconds: float) -> tuple[int | None, str | None, float]:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             row = db.execute("SELECT key, owner, until FROM sessions WHERE tenant = ? AND id = ?", (tenant, id)).fetchone()
             now = self.clock()
@@ -302,7 +302,7 @@ class SQLiteStore(BaseStore):
         return fence, owner, seconds
 
     def prolong(self, leases: Sequence[Lease]) -> Sequence[bool]:
-        """See BaseStore."""
+        """See Backend."""
         alive = []
         with self._transaction() as db:
             now = self.clock()
@@ -316,13 +316,13 @@ class SQLiteStore(BaseStore):
         return alive
 
     def read_blob(self, hash_: str) -> bytes | None:
-        """See BaseStore."""
+        """See Backend."""
         for file, data in self._query("SELECT file, data FROM blobs WHERE hash = ?", hash_):
             return self._files.get(file) if file is not None else data
         return None
 
     def read_history(self, tenant: str, id: str) -> Sequence[bytes]:
-        """See BaseStore."""
+        """See Backend."""
         rows = self._query(
             "SELECT ids FROM history WHERE key = (SELECT key FROM sessions WHERE tenant = ? AND id = ?) ORDER BY start",
             tenant,
@@ -333,24 +333,27 @@ class SQLiteStore(BaseStore):
     # --- responses -----------------------------------------------------------------------------------------------
 
     def _write_response(self, db: sqlite3.Connection, write: ResponseWrite) -> bool:
+        if write.head is None:
+            if write.piece is None:
+                statement = f"SELECT 1 FROM responses r WHERE tenant = ? AND id = ? AND {COUNT} = ?"
+                return db.execute(statement, (write.tenant, write.id, write.at)).fetchone() is not None
+            added = db.execute(
+                f"INSERT INTO pieces SELECT key, ?, ? FROM responses r WHERE tenant = ? AND id = ? AND {COUNT} = ?",
+                (write.at, write.piece, write.tenant, write.id, write.at),
+            )
+            return added.rowcount == 1
         row = db.execute(
-            "UPDATE responses SET count = ? WHERE tenant = ? AND id = ? AND count = ? RETURNING key",
-            (write.count, write.tenant, write.id, write.at),
+            "UPDATE responses AS r SET count = ?, head = ?, expires = ?, running = ?, bytes = ? "
+            f"WHERE tenant = ? AND id = ? AND {COUNT} = ? RETURNING key",
+            (write.count, write.head, write.expires, write.running, len(write.head), write.tenant, write.id, write.at),
         ).fetchone()
         if row is None:
             return False
-        if write.head is not None:
-            db.execute("DELETE FROM pieces WHERE key = ?", row)
-            db.execute(
-                "UPDATE responses SET head = ?, expires = ?, running = ?, bytes = ? WHERE key = ?",
-                (write.head, write.expires, write.running, len(write.head), row[0]),
-            )
-        elif write.piece is not None:
-            db.execute("INSERT INTO pieces VALUES (?, ?, ?)", (row[0], write.at, write.piece))
+        db.execute("DELETE FROM pieces WHERE key = ?", row)
         return True
 
     def add_response(self, response: Response, head: bytes) -> str | None:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             other = db.execute(
                 "SELECT id FROM responses WHERE tenant = ? AND idempotency = ?", (response.tenant, response.key)
@@ -370,7 +373,7 @@ class SQLiteStore(BaseStore):
         return None
 
     def load_response(self, tenant: str, id: str) -> ResponseRow | None:
-        """See BaseStore."""
+        """See Backend."""
         with self._errors():
             db = self._db()
             db.execute("BEGIN")  # head and pieces of one moment
@@ -384,21 +387,21 @@ class SQLiteStore(BaseStore):
         return ResponseRow(row[1], [ids for (ids,) in pieces])
 
     def response_ids(self, tenant: str, session: str) -> Sequence[str]:
-        """See BaseStore."""
+        """See Backend."""
         return [id for (id,) in self._query("SELECT id FROM responses WHERE tenant = ? AND session = ?", tenant, session)]
 
     def all_responses(self) -> Iterator[Key]:
-        """See BaseStore."""
+        """See Backend."""
         yield from ((tenant, id) for tenant, id in self._query("SELECT tenant, id FROM responses"))
 
     def drop_response(self, tenant: str, id: str) -> None:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             for row in db.execute("DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING key", (tenant, id)).fetchall():
                 db.execute("DELETE FROM pieces WHERE key = ?", row)
 
     def evict_responses(self, now: float, limit: int | None) -> tuple[int, int]:
-        """See BaseStore."""
+        """See Backend."""
         with self._transaction() as db:
             total = db.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()[0]
             leased = "EXISTS (SELECT 1 FROM sessions s WHERE (s.tenant, s.id) = (r.tenant, r.session) AND s.until > ?)"
@@ -417,17 +420,17 @@ class SQLiteStore(BaseStore):
     # --- upkeep --------------------------------------------------------------------------------------------------
 
     def collect(self) -> int:
-        """See BaseStore."""
+        """See Backend."""
         candidates = self._files.orphans({file for (file,) in self._query("SELECT file FROM blobs WHERE file IS NOT NULL")})
         self._files.remove(candidates)
         return len(candidates)
 
     def blobs(self) -> Iterator[tuple[str, int]]:
-        """See BaseStore."""
+        """See Backend."""
         yield from ((hash_, refs) for hash_, refs in self._query("SELECT hash, refs FROM blobs"))
 
     def examine(self) -> Iterator[tuple[str, str]]:
-        """See BaseStore."""
+        """See Backend."""
         for (line,) in self._query("PRAGMA integrity_check(20)"):
             if line != "ok":
                 yield f"{self.path}: {line}", "the database file is damaged; restore a backup"
@@ -438,3 +441,32 @@ class SQLiteStore(BaseStore):
         sessions = self._query(f"SELECT count(*), coalesce(sum(bytes), 0) FROM sessions {where}", *values)[0]
         responses = self._query(f"SELECT count(*), coalesce(sum(bytes), 0) FROM responses {where}", *values)[0]
         return Usage(*sessions, *responses)
+
+
+class _RefusedError(Exception):
+    """One of several writes was refused."""
+
+
+class _Unit:
+    """One write's dealings with snapshots."""
+
+    def __init__(self, db: sqlite3.Connection, brought: dict[str, bytes], names: dict[str, str]) -> None:
+        self.db, self.brought, self.names = db, brought, names
+        self.used: set[str] = set()
+        self.freed: list[str] = []
+
+    def refer(self, hash_: str, change: int) -> bool:
+        """Count references; False if a snapshot that is referred to is neither here nor brought along."""
+        row = self.db.execute("UPDATE blobs SET refs = refs + ? WHERE hash = ? RETURNING refs, file", (change, hash_)).fetchone()
+        if row is None:
+            if hash_ not in self.brought:
+                return change < 0  # less than nothing: a damaged store must not stand in the way of removing things
+            name, data = self.names.get(hash_), self.brought[hash_]
+            self.db.execute("INSERT INTO blobs VALUES (?, ?, ?, ?, ?)", (hash_, change, len(data), name, None if name else data))
+            if name is not None:
+                self.used.add(name)
+        elif row[0] <= 0:
+            self.db.execute("DELETE FROM blobs WHERE hash = ?", (hash_,))
+            if row[1] is not None:
+                self.freed.append(row[1])
+        return True

@@ -118,7 +118,7 @@ def test_a_segments_delta_writes_equal_one_token_after_the_other(top_k: int | No
     expected, got = memory.double(), memory
     for s, transition in enumerate(write(h).unbind()):
         got = advance(got, transition)
-        expected = write.retention.sigmoid()[:, None, None].double() * expected
+        expected = write.retention[:, None, None].double() * expected
         keys = write.key(h[:, s])
         if write.taps is not None:
             padded = torch.cat([torch.zeros(2, convolution - 1, keys.shape[-1]), keys], 1)
@@ -139,7 +139,7 @@ def test_conflicting_writes_cannot_pump_a_fragment_up() -> None:
     model = build(["memory.delta.key_width=6"])
     write = model.memories[0].delta_tokens
     with torch.no_grad():
-        write.retention.fill_(50.0)  # never forgets
+        write.time_scale.fill_(50.0)  # never forgets
         write.value.weight.mul_(100)
     memory = torch.zeros(1, 3, 6, 32)
     for _ in range(50):

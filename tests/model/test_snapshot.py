@@ -118,3 +118,15 @@ def test_damaged_bytes_are_refused_and_never_crash(data: st.DataObject) -> None:
     except SnapshotError:
         return
     assert bytes(whole) == dump(MODEL, state, 0, MINE) == stored()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("overrides", [[], ["memory=off"], ["memory.scope=global", "memory.layers=all"]], ids=str)
+def test_the_bytes_are_those_that_safetensors_itself_writes(overrides: list[str], dtype: torch.dtype) -> None:
+    model = build(overrides).compute_in(dtype)
+    with torch.no_grad():
+        state = model(torch.randint(0, 23, (2, 16)), model.initial_state(2))[1]
+    data = dump(model, state, 1, Identity("m", "t"))
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    assert data == save(load(data), metadata)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lm.config import ModelConfig, load_model_config
 from lm.data.tokenizer import ByteTokenizer
-from lm.generation.sample import stream
+from lm.generation.stream import stream
 from lm.model import PMI
 from lm.model.pretrained import Checkpoint
 from lm.model.vocabulary import Embedding, Head

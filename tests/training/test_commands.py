@@ -116,7 +116,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(condition, seconds: float = 90) -> None:
+def wait_for(condition, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

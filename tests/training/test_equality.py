@@ -89,6 +89,14 @@ def test_activation_checkpointing_and_offload_change_nothing(
         same(losses(Path(one["out"])), wanted)
 
 
+@pytest.mark.full  # most of a minute of compiling
+def test_compiling_changes_no_loss(experiment: Path, tmp_path: Path, ranks: Ranks, wanted: list[float]) -> None:
+    jobs = [job(experiment, tmp_path / f"zero{stage}", "training.compile=true", stage=stage) for stage in (1, 3)]
+    ranks(1, *jobs)
+    for one in jobs:
+        same(losses(Path(one["out"])), wanted)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "model",

@@ -13,7 +13,7 @@ import torch
 
 from lm.generation.sampling import Sampling
 from lm.model.pretrained import Checkpoint, from_pretrained
-from serving.engine import Engine, EngineConfig, Request
+from serving.engine import Engine, EngineConfig, Request, journal
 from serving.sessions.errors import BusyError, StaleError, UnavailableError
 from serving.sessions.opening import open_store
 from serving.sessions.store import LOCAL, SessionStore
@@ -26,6 +26,7 @@ LEASE = 0.4
 def nursery(folder: Path, url: str, received: Path) -> None:
     """Fork workers on demand, with everything imported and loaded: what would take seconds in each."""
     torch.set_num_threads(1)
+    journal.PACE = 0.002  # a transaction for every step
     checkpoint = from_pretrained(folder)
     open_store(url).close()
     for _ in sys.stdin:

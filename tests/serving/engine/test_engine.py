@@ -11,6 +11,8 @@ import torch
 from lm.errors import UserError
 from lm.generation.sampling import Sampling
 from lm.model import PMI
+from lm.model.pretrained import Checkpoint
+from lm.model.proofs import draw_zeros
 from serving.engine import Engine, EngineConfig, EngineStoppedError, QueueFullError, Request, StepError
 from tests.serving.engine.conftest import SEGMENT, checkpoint, greedy
 
@@ -295,3 +297,19 @@ def test_every_mistake_in_a_request_is_named_at_once(engine: Engine) -> None:
         engine.submit(Request([300], -1, Sampling(temperature=-1), stop=("x",), text=False, logprobs=5000, session="s"))
     for part in ("300", "0..256", "tokens: -1", "temperature", "text=True", "5000", "no session store"):
         assert part in str(error.value)
+
+
+def test_bfloat16_is_an_option_and_a_text_is_the_same_alone_and_in_company_up_to_ties() -> None:
+    torch.manual_seed(5)
+    found = Checkpoint(draw_zeros(PMI(checkpoint().model.config), 5).eval(), checkpoint().tokenizer, "bf16")
+    with Engine(found, EngineConfig(lanes=8, dtype="bfloat16")) as engine:
+        streams = [engine.submit(Request(prompt_of(i), 20, GREEDY)) for i in range(8)]
+        for i, stream in enumerate(streams):
+            prompt, ids = prompt_of(i), list(stream.result().ids)
+            with torch.inference_mode():
+                tokens = torch.tensor([[256, *prompt, *ids[:-1]]])
+                logits = found.model.head.logits(found.model(tokens, found.model.initial_state(1))[0][0, len(prompt) :]).float()
+                logits[:, 256] = -torch.inf
+            assert logits.dtype == torch.float32
+            assert found.model.norm.weight.dtype == torch.bfloat16
+            assert float((logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)).max()) < 0.5

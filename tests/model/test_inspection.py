@@ -1,0 +1,73 @@
+"""Looking into a memory changes nothing and shows what the model itself computes."""
+
+import pytest
+import torch
+
+from lm.model.inspection import inspect_memory
+from lm.model.state import tensors
+from tests.model.variants import build
+
+VARIANTS = [
+    [],
+    ["memory.scope=global", "memory.layers=all"],
+    ["memory.consolidation=probe", "memory.correction=true"],
+    ["memory.consolidation=paper", "memory.parameters=tied", "memory.layers=[0, 2]"],
+    ["memory.read=long_term"],
+    ["memory.read=working", "memory.gate=memory"],
+    ["memory.gate=none", "memory.delta.source=both", "memory.delta.top_k=2"],
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=" ".join)
+def test_the_last_segments_reads_and_gates_are_shown_wherever_the_tail_ends(changes: list[str]) -> None:
+    model = build(changes).eval()
+    config, t = model.config, model.config.segment
+    assert config.memory is not None
+    ids = torch.randint(0, config.vocab_size, (1, 5 * t))
+    with torch.inference_mode():
+        _, state = model(ids[:, : 2 * t], model.initial_state(1))
+    before = state.clone()
+    for count in (1, t - 1, t, t + 3, 3 * t):
+        shown = inspect_memory(model, state, ids[0, 2 * t : 2 * t + count].tolist())
+        last = (count - 1) % t + 1
+        assert shown.position == 2 * t + count
+        assert shown.ids == ids[0, 2 * t + count - last : 2 * t + count].tolist()
+        assert [layer.layer for layer in shown.layers] == config.memory_layers
+        for layer in shown.layers:
+            for rows in (layer.working_attention, layer.long_term_attention, layer.write_strength):
+                assert rows is None or len(rows) == last
+            if layer.working_attention is not None:
+                assert torch.tensor(layer.working_attention).sum(-1).allclose(torch.ones(last))
+            assert (layer.working_attention is None) == (config.memory.read == "long_term")
+            assert (layer.long_term_attention is None) == (config.memory.read == "working")
+            assert (layer.take is None) == (config.memory.gate == "none" or not config.memory.keeps_working)
+            for gate in (layer.take, layer.keep):
+                assert gate is None or all(0 < x < 1 for x in gate)
+    assert all(torch.equal(x, y) for x, y in zip(tensors(state), tensors(before), strict=True))
+    assert not any(module.read._forward_pre_hooks for module in model.memories)
+
+
+def test_the_gates_shown_are_those_that_the_write_uses() -> None:
+    model = build([]).eval()
+    t = model.config.segment
+    ids = torch.randint(0, model.config.vocab_size, (1, 2 * t))
+    with torch.inference_mode():
+        _, state = model(ids[:, :t], model.initial_state(1))
+        seen: list[torch.Tensor] = []
+        gates = model.memories[0].write.gates
+        model.memories[0].write.gates = lambda *given: seen.extend(gates(*given)) or gates(*given)
+        model(ids[:, t:], state)
+        del model.memories[0].write.gates
+        layer = inspect_memory(model, state, ids[0, t:].tolist()).layers[0]
+    assert torch.tensor(layer.take).allclose(seen[0].mean(-1)[0])
+    assert torch.tensor(layer.keep).allclose(seen[1].mean(-1)[0])
+
+
+def test_a_lane_inside_a_segment_or_without_ids_is_refused() -> None:
+    model = build([]).eval()
+    with pytest.raises(ValueError, match="boundary"):
+        inspect_memory(model, model.initial_state(1), [])
+    with torch.inference_mode():
+        _, state = model(torch.zeros(1, 3, dtype=torch.long), model.initial_state(1))
+    with pytest.raises(ValueError, match="boundary"):
+        inspect_memory(model, state, [1])
