@@ -1,11 +1,12 @@
 """Is the simulation behind `pmi plan` right? The same arrivals, simulated and for real, side by side.
 
-    python -m benchmarks.plan --preset tiny --seconds 30                                   an engine in this process
-    python -m benchmarks.plan --preset tiny --seconds 30 --service --checkpoint DIR        `pmi serve` with two replicas, through HTTP
+    python -m benchmarks.plan --preset tiny --seconds 30                              an engine in this process
+    python -m benchmarks.plan --preset tiny --seconds 30 --service --checkpoint DIR   `pmi serve`, through HTTP
 
-Figures are measured before and after the run and averaged, for the machine may drift. The load is a share of the capacity that they give (`--share`). Real
-requests resume sessions with tails of all lengths, as the simulated ones do. Reported: p50 and p95 of the time to the first token, p50 of the
-time between tokens, and tokens per second, each as simulated over measured; the target is within 20 %.
+Figures are measured before and after the run and averaged, for the machine may drift. The load is a share (`--share`) of the
+capacity that they give. Real requests resume sessions with tails of all lengths, as the simulated ones do. Reported: p50 and
+p95 of the time to the first token, p50 of the time between tokens, and tokens per second, each as simulated over measured; the
+target is within 20 %.
 """
 
 import argparse
@@ -192,9 +193,10 @@ def _wait(url: str, server: "subprocess.Popen[bytes]") -> None:
 
 def mean(figures: list[Figures]) -> Figures:
     """Of figures measured at different times."""
-    seconds = {name: statistics.mean(getattr(x, name) for x in figures) for name in ("read_call", "read_token", "open")}
+    seconds = {name: statistics.mean(getattr(x, name) for x in figures) for name in ("read_call", "read_token")}
     steps = {lanes: statistics.mean(x.step[lanes] for x in figures) for lanes in figures[0].step}
-    return figures[0].model_copy(update={**seconds, "step": steps})
+    opens = {lanes: [second for x in figures for second in x.open[lanes]] for lanes in figures[0].open}
+    return figures[0].model_copy(update={**seconds, "step": steps, "open": opens})
 
 
 def main() -> None:
@@ -232,17 +234,18 @@ def main() -> None:
         "between tokens p50": (found.gap_at(0.5), quantile(seen.gaps, 0.5)),
         "tokens per second": (found.tokens / found.seconds, seen.tokens / seen.seconds),
     }
-    table = Table(
-        "", "simulated", "measured", "simulated / measured", title=f"{args.preset}, {'service' if args.service else 'engine'}"
-    )
+    kind = "service" if args.service else "engine"
+    table = Table("", "simulated", "measured", "simulated / measured", title=f"{args.preset}, {kind}")
     for name, (simulated, measured) in rows.items():
         table.add_row(name, f"{simulated:.4g}", f"{measured:.4g}", f"{simulated / measured:.2f}")
     console.print(table)
     within = all(abs(simulated / measured - 1) <= 0.2 for simulated, measured in rows.values())
     console.print(f"{'within' if within else 'NOT within'} 20 %; {seen.failed} requests failed, {found.refused} would be refused")
-    name = f"plan_check_{args.preset}_{'service' if args.service else 'engine'}"
     result = {k: {"simulated": s, "measured": m, "ratio": s / m} for k, (s, m) in rows.items()}
-    save(name, {"protocol": vars(args) | {"checkpoint": None}, "figures": figures.model_dump(), "within": within, "rows": result})
+    save(
+        f"plan_check_{args.preset}_{kind}",
+        {"protocol": vars(args) | {"checkpoint": None}, "figures": figures.model_dump(), "within": within, "rows": result},
+    )
 
 
 if __name__ == "__main__":

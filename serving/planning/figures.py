@@ -32,8 +32,8 @@ class Figures(Schema):
     """Seconds to read a piece of prompt (or of a tail) within a segment: so many for the call ..."""
     read_token: float = Field(ge=0)
     """... and so many for each token."""
-    open: float = Field(ge=0)
-    """Seconds to take a session from the store, and to have its first token on disk."""
+    open: dict[int, list[float]]
+    """While so many lanes decode: seconds to take a session from the store and to have its first token on disk, several times."""
     snapshot_bytes: int = Field(ge=0)
     session_bytes: int = Field(ge=0)
     """What a session of several segments occupies in the store: its row and the snapshots it retains."""
@@ -60,6 +60,18 @@ class Figures(Schema):
             return known[0][1]
         (a, seconds_a), (b, seconds_b) = known[-2:]
         return seconds_b + max(0.0, (seconds_b - seconds_a) / (b - a)) * (lanes - b)
+
+    @field_validator("open")
+    @classmethod
+    def _has_opens(cls, value: dict[int, list[float]]) -> dict[int, list[float]]:
+        if 0 not in value or not all(value.values()):
+            raise ValueError("needs seconds for 0 lanes, and at least one for each number of lanes")
+        return dict(sorted(value.items()))
+
+    def open_seconds(self, lanes: int, draw: float) -> float:
+        """One of the measured times, at the nearest number of lanes; `draw` in [0, 1) says which."""
+        times = self.open[min(self.open, key=lambda known: abs(known - lanes))]
+        return times[int(draw * len(times))]
 
     def read_seconds(self, tokens: int) -> float:
         """To read so many tokens of one segment."""

@@ -28,10 +28,12 @@ from serving.planning.figures import Figures
 from serving.sessions.opening import open_store
 from serving.sessions.store import LOCAL, SessionStore, Settings
 
-TOKENS = 24
-"""Tokens of each timed stream; the first two are left out."""
+TOKENS = 48
+"""Tokens of each timed stream."""
 ROUNDS = 5
-"""Times that a latency is measured: the median counts."""
+"""Times that reading is measured: the median counts."""
+OPENS = 20
+"""Times that resuming a session is measured, idle and busy: all count."""
 
 
 def lane_counts(most: int) -> list[int]:
@@ -76,7 +78,7 @@ def _measure(
     read_call = max(0.0, short - per_token * calls)
     say("sessions")
     own = identity(checkpoint)
-    names = [f"plan-{number}" for number in range(max(lanes, ROUNDS + 1))]
+    names = [f"plan-{number}" for number in range(lanes + 2 * OPENS)]
     settings = Settings(own.model, own.tokenizer, t)
     created = [store.create(LOCAL, names[0], settings)]
     try:
@@ -85,9 +87,7 @@ def _measure(
                 _run(engine, [_request(prompt, 1, names[0])])
             for name in names[1:]:
                 created.append(store.fork(LOCAL, names[0], name))
-            # its tail has 5 ids (BOS, a prompt's odd one, three answers), and one more is read
-            resumed = _latency(lambda n: _run(engine, [_request(1, 1, names[1 + n])])[0].first, ROUNDS)
-        present = store.get(LOCAL, names[1])
+        present = store.get(LOCAL, names[0])
         snapshot = len(store.snapshot(present) or b"")
         steps = {}
         for count in lane_counts(lanes):
@@ -95,6 +95,20 @@ def _measure(
             with Engine(checkpoint, EngineConfig(lanes=count, threads=threads), store) as engine:
                 timed = _run(engine, [_request(1, TOKENS, name) for name in names[:count]])
             steps[count] = statistics.median(x.gap for x in timed)
+        say("resuming")
+        # a resumed session's tail has 5 ids (BOS, a prompt's odd one, three answers), and one more is read
+        reading = read_call + 6 * per_token
+        half = max(1, lanes // 2)
+        with Engine(checkpoint, EngineConfig(lanes=half + 1, threads=threads), store) as engine:
+            idle, busy = names[lanes : lanes + OPENS], names[lanes + OPENS :]
+            alone = [_run(engine, [_request(1, 1, name)])[0].first - reading for name in idle]
+            for name in names[:half]:  # these decode until the engine is closed
+                engine.submit(_request(1, 1_000_000, name))
+            while engine.load[0] < half:
+                time.sleep(0.01)
+            turn = _between(steps, half)
+            # it comes in the middle of a turn; the next one brings its token
+            beside = [_run(engine, [_request(1, 1, name)])[0].first - reading - 1.5 * turn for name in busy]
     finally:
         for session in created:
             store.delete(LOCAL, session.id)
@@ -103,12 +117,19 @@ def _measure(
         machine=f"{_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         segment=t, layers=config.layers, width=config.width, step=steps,
         read_call=read_call, read_token=per_token,
-        open=max(0.0, resumed - read_call - 6 * per_token),
+        open={0: [max(0.0, x) for x in alone], half: [max(0.0, x) for x in beside]},
         snapshot_bytes=snapshot, session_bytes=present.bytes,
         lane_bytes=sum(x.numel() * x.element_size() for x in tensors(model.initial_state(1))),
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         resident_bytes=resident,
     )  # fmt: skip
+
+
+def _between(steps: dict[int, float], lanes: int) -> float:
+    """Seconds of a step with so many lanes, on a line between those measured."""
+    low = max(count for count in steps if count <= lanes)
+    high = min(count for count in steps if count >= lanes)
+    return steps[low] if low == high else steps[low] + (steps[high] - steps[low]) * (lanes - low) / (high - low)
 
 
 def _request(prompt: int, tokens: int, session: str | None) -> Request:
@@ -127,8 +148,8 @@ class _Timed:
 
     @property
     def gap(self) -> float:
-        kept = self.times[2:]
-        return (kept[-1] - kept[0]) / (len(kept) - 1)
+        # over all of them: the journal hands out several at once where steps are quick
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 
 def _run(engine: Engine, requests: Sequence[Request]) -> list[_Timed]:

@@ -161,6 +161,7 @@ class Simulation:
         self.found = Prediction()
         self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
         self._count = 0
+        self._rng = random.Random(0)
 
     def run(self, arrivals: Sequence[Arrival], failures: Sequence[tuple[float, int]] = ()) -> Prediction:
         """What `arrivals` see; `failures`: when which replica is killed."""
@@ -205,7 +206,8 @@ class Simulation:
         while replica.to_open and len(replica.opening) < HELPERS:
             job = replica.to_open.popleft()
             replica.opening.append(job)
-            self._at(now + self.figures.open, "opened", replica, replica.life, job)
+            seconds = self.figures.open_seconds(len(replica.decoding), self._rng.random())
+            self._at(now + seconds, "opened", replica, replica.life, job)
         if not replica.running and (replica.reading or replica.decoding):
             self._turn(now, replica)
 

@@ -21,7 +21,7 @@ from serving.planning.simulate import NOTICED, Arrival, Cluster, Load, quantile,
 
 FIGURES = Figures(
     preset="small", machine="a made-up one", segment=128, layers=6, width=256, step={1: 0.010, 16: 0.025, 32: 0.040},
-    read_call=0.010, read_token=0.0005, open=0.005, snapshot_bytes=1_600_000, session_bytes=3_200_000,
+    read_call=0.010, read_token=0.0005, open={0: [0.005]}, snapshot_bytes=1_600_000, session_bytes=3_200_000,
     lane_bytes=5_000_000, weight_bytes=22_000_000, resident_bytes=300_000_000,
 )  # fmt: skip
 LOAD = Load(rate=4.0, prompt=50, output=60)
@@ -115,7 +115,8 @@ def test_figures_are_measured_on_a_real_engine_with_a_real_store(tmp_path: Path)
     found = measure("tiny", config, lanes=2, threads=1)
     assert list(found.step) == [1, 2]
     assert found.read_call + found.read_token > 0
-    assert found.open > 0
+    assert list(found.open) == [0, 1]
+    assert min(found.open[0]) > 0
     # memory and window of `tiny`: 23 KB + 66 KB; a session retains two snapshots besides its row
     assert 85_000 < found.snapshot_bytes < 95_000
     assert 2 * found.snapshot_bytes < found.session_bytes < 3 * found.snapshot_bytes
