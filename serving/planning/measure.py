@@ -33,7 +33,7 @@ TOKENS = 48
 ROUNDS = 5
 """Times that reading is measured: the median counts."""
 OPENS = 20
-"""Times that resuming a session is measured, idle and busy: all count."""
+"""Times that resuming a session is measured, idle and busy: all count but the first two, which warm up."""
 
 
 def lane_counts(most: int) -> list[int]:
@@ -78,7 +78,7 @@ def _measure(
     read_call = max(0.0, short - per_token * calls)
     say("sessions")
     own = identity(checkpoint)
-    names = [f"plan-{number}" for number in range(lanes + 2 * OPENS)]
+    names = [f"plan-{number}" for number in range(lanes + 2 * (OPENS + 2))]
     settings = Settings(own.model, own.tokenizer, t)
     created = [store.create(LOCAL, names[0], settings)]
     try:
@@ -100,7 +100,7 @@ def _measure(
         reading = read_call + 6 * per_token
         half = max(1, lanes // 2)
         with Engine(checkpoint, EngineConfig(lanes=half + 1, threads=threads), store) as engine:
-            idle, busy = names[lanes : lanes + OPENS], names[lanes + OPENS :]
+            idle, busy = names[lanes : lanes + OPENS + 2], names[lanes + OPENS + 2 :]
             alone = [_run(engine, [_request(1, 1, name)])[0].first - reading for name in idle]
             for name in names[:half]:  # these decode until the engine is closed
                 engine.submit(_request(1, 1_000_000, name))
@@ -117,7 +117,7 @@ def _measure(
         machine=f"{_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         segment=t, layers=config.layers, width=config.width, step=steps,
         read_call=read_call, read_token=per_token,
-        open={0: [max(0.0, x) for x in alone], half: [max(0.0, x) for x in beside]},
+        open={0: [max(0.0, x) for x in alone[2:]], half: [max(0.0, x) for x in beside[2:]]},
         snapshot_bytes=snapshot, session_bytes=present.bytes,
         lane_bytes=sum(x.numel() * x.element_size() for x in tensors(model.initial_state(1))),
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
