@@ -35,9 +35,8 @@ from lm.data.tokenizer import ByteTokenizer
 from lm.model import PMI
 from lm.model.pretrained import Checkpoint, fingerprint, from_pretrained
 from lm.model.proofs import draw_zeros
-from serving.engine.engine import Engine, EngineConfig
+from serving.engine import Engine, EngineConfig, Request
 from serving.engine.opening import identity
-from serving.engine.request import Request
 from serving.planning.figures import Figures
 from serving.planning.measure import measure
 from serving.planning.plan import capacity
@@ -162,12 +161,16 @@ def through_http(args: argparse.Namespace, figures: Figures, arrivals: list[Arri
                         async with client.stream("POST", "/completions", json=body) as answer:
                             if answer.status_code != 200:
                                 raise RuntimeError(f"{answer.status_code} {(await answer.aread()).decode()[:200]}")
+                            last = None
                             async for line in answer.aiter_lines():
-                                if line.startswith("data: {"):
+                                if line.startswith("id: "):  # RESPONSE:POSITION; the first event has one token
+                                    position = int(line.rpartition(":")[2])
+                                    yield 1 if last is None else position - last
+                                    last = position
+                                elif line.startswith("data: {"):
                                     event = json.loads(line[6:])
                                     if "error" in event:
                                         raise RuntimeError(str(event["error"]))
-                                    yield 1
 
                     return await drive(arrivals, ask)
 

@@ -21,9 +21,8 @@ from lm.model import PMI
 from lm.model.pretrained import Checkpoint, fingerprint
 from lm.model.proofs import draw_zeros
 from lm.model.state import tensors
-from serving.engine.engine import Engine, EngineConfig
+from serving.engine import Engine, EngineConfig, Request
 from serving.engine.opening import identity
-from serving.engine.request import Request
 from serving.planning.figures import Figures
 from serving.sessions.opening import open_store
 from serving.sessions.store import LOCAL, SessionStore, Settings

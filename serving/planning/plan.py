@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lm.errors import UserError
+from serving.engine.journal import PACE
 from serving.planning.figures import Figures
 from serving.planning.simulate import Cluster, Load, Prediction, simulate
 
@@ -90,7 +91,7 @@ class Plan:
     store_writes: float
     """Bytes per second to the store: snapshots at boundaries, and ids."""
     store_commits: float
-    """Transactions per second: each replica's journal writes once per step."""
+    """Transactions per second: a replica's journal writes once per step or pace, and at once where someone waits."""
     client_bytes: float
     """Per second, to clients."""
     concurrent: float
@@ -141,10 +142,11 @@ def make_plan(figures: Figures, wish: Wish, seed: int = 0, say: Callable[[str], 
     per_stream = load.output * figures.step_seconds(max(1, round(wish.lanes * wish.utilisation)))
     kv_session = 2 * figures.layers * figures.width * wish.history * wish.kv_bytes
     steps = replicas / figures.step_seconds(max(1, round(rate * per_stream / replicas)))
+    commits = min(steps, replicas / PACE) + 2 * rate  # and one for a turn's first token and its end each
     return Plan(
         replicas, most, memory, memory * replicas, wish.sessions * figures.session_bytes,
         resumed * figures.snapshot_bytes, rate * (tokens / t * figures.snapshot_bytes + 4 * tokens),
-        min(steps, rate * load.output), rate * load.output * ROW, rate * per_stream, steady, degraded,
+        commits, rate * load.output * ROW, rate * per_stream, steady, degraded,
         KvCache(
             kv_session, wish.sessions * kv_session, resumed * kv_session,
             wish.history * figures.read_token + wish.history / t * figures.read_call, kv_session / max(1, figures.session_bytes),
