@@ -46,6 +46,8 @@ from serving.sessions.store import LOCAL, Settings
 
 BASES = 8
 """Sessions that the requests' own are forked from, with tails spread over the segment."""
+LONE = 12
+"""Requests that come one by one before the run, to tell what HTTP and Ray add."""
 Ask = Callable[[Arrival, str], AsyncIterator[int]]
 """Sends one request; yields the number of tokens that came, whenever some do."""
 
@@ -59,9 +61,11 @@ class Seen:
     tokens: int = 0
     failed: int = 0
     seconds: float = 0.0
+    overhead: float = 0.0
+    """Seconds that HTTP and Ray add to a lone request's first token."""
 
 
-async def drive(arrivals: list[Arrival], ask: Ask) -> Seen:
+async def drive(arrivals: list[Arrival], ask: Ask, name: str = "run") -> Seen:
     """Send every request at its time; do not wait for one before the next."""
     seen, began = Seen(), time.perf_counter()
 
@@ -69,7 +73,7 @@ async def drive(arrivals: list[Arrival], ask: Ask) -> Seen:
         await asyncio.sleep(max(0.0, began + arrival.at - time.perf_counter()))
         sent, last = time.perf_counter(), None
         try:
-            async for count in ask(arrival, f"run-{number}"):
+            async for count in ask(arrival, f"{name}-{number}"):
                 now = time.perf_counter()
                 if last is None:
                     seen.first.append(now - sent)
@@ -146,6 +150,8 @@ def through_http(args: argparse.Namespace, figures: Figures, arrivals: list[Arri
                     position = client.get(f"/sessions/base-{base}").raise_for_status().json()["position"]
                     tails.append((position - 1) % t + 1)
                 arrivals = with_tails(arrivals, tails)
+                for number in range(LONE):
+                    client.post("/sessions/base-0/fork", json={"id": f"lone-{number}"}).raise_for_status()
                 for number, arrival in enumerate(arrivals):
                     fork = {"id": f"run-{number}"}
                     client.post(f"/sessions/base-{arrival.session % BASES}/fork", json=fork).raise_for_status()
@@ -172,7 +178,12 @@ def through_http(args: argparse.Namespace, figures: Figures, arrivals: list[Arri
                                     if "error" in event:
                                         raise RuntimeError(str(event["error"]))
 
-                    return await drive(arrivals, ask)
+                    lone = [Arrival(4.0 * number, 0, 10, 4, tails[0]) for number in range(LONE)]
+                    alone = await drive([replace(arrival, at=arrival.at / 10) for arrival in lone], ask, "lone")
+                    expected = simulate(figures, Cluster(1, overhead=0.0), lone)
+                    seen = await drive(arrivals, ask)
+                    seen.overhead = max(0.0, statistics.median(alone.first) - statistics.median(expected.first_token))
+                    return seen
 
             return asyncio.run(all_()), arrivals
         finally:
@@ -214,7 +225,6 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="of the capacity")
     parser.add_argument("--prompt", type=float, default=20)
     parser.add_argument("--output", type=float, default=40)
-    parser.add_argument("--overhead", type=float, default=0.0, help="seconds of HTTP and Ray, for --service")
     args = parser.parse_args()
     console = Console()
     if args.service and args.checkpoint is None:
@@ -229,7 +239,7 @@ def main() -> None:
     run = through_http if args.service else in_process
     seen, arrivals = run(args, before, planned)
     figures = mean([before, measure(args.preset, config, args.lanes, args.threads)])
-    cluster = Cluster(args.replicas if args.service else 1, args.lanes, queue=256, overhead=args.overhead)
+    cluster = Cluster(args.replicas if args.service else 1, args.lanes, queue=256, overhead=seen.overhead)
     found = simulate(figures, cluster, arrivals)
     rows = {
         "first token p50": (found.first_token_at(0.5), statistics.median(seen.first)),
@@ -244,6 +254,8 @@ def main() -> None:
     console.print(table)
     within = all(abs(simulated / measured - 1) <= 0.2 for simulated, measured in rows.values())
     console.print(f"{'within' if within else 'NOT within'} 20 %; {seen.failed} requests failed, {found.refused} would be refused")
+    if args.service:
+        console.print(f"HTTP and Ray add {1000 * seen.overhead:.0f} ms to a lone request (measured, and put into the simulation)")
     result = {k: {"simulated": s, "measured": m, "ratio": s / m} for k, (s, m) in rows.items()}
     save(
         f"plan_check_{args.preset}_{kind}",
