@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine clean bench-sessions
+.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine bench-serving clean bench-sessions
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo
@@ -41,6 +41,10 @@ bench-training: setup
 
 bench-engine: setup
 	$(BIN)/python -m benchmarks.engine
+
+bench-serving: setup
+	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.serving --part load --preset tiny --minutes 10
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

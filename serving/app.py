@@ -1,7 +1,7 @@
 """The Serve application, for clusters that run already.
 
 serve run serving.app:build checkpoint=runs/demo/model store=redis://host:6379/0
-serve deploy configs/serve/cluster.yaml
+serve deploy deploy/serve/cluster.yaml
 """
 
 from typing import Any

@@ -139,8 +139,8 @@ class EngineReplica:
                 }
             for metric, value in now.items():
                 self.metrics(metric, value - before.get(metric, 0), model=name)
-            hot = getattr(counters, "hot", 0)
-            resumes = {"hot": hot, "cold": counters.resumed - hot}
+            # every session is taken from the store: nothing is kept hot between turns
+            resumes = {"cold": counters.opened}
             for kind, value in resumes.items():
                 self.metrics("pmi_resumes", value - before.get(kind, 0), model=name, kind=kind)
             before = {**now, **resumes}
@@ -262,11 +262,11 @@ class Ingress:
     ) -> None:
         set_up_logging()
         self.config = ServeConfig.model_validate(config)
-        models = {model.edition: model for model in self.config.models if model.use != "retired"}
+        models = {model.called: model for model in self.config.models}
         infos = await asyncio.gather(*(handle.info.remote() for handle in engines.values()))
         served = [
-            Served(RayEngine(handle, info), load_tokenizer(models[edition].checkpoint), models[edition].use == "all")
-            for (edition, handle), info in zip(engines.items(), infos, strict=True)
+            Served(RayEngine(handle, info), load_tokenizer(models[name].checkpoint), models[name].use == "all")
+            for (name, handle), info in zip(engines.items(), infos, strict=True)
         ]
         keys = None if self.config.keys is None else Keys(self.config.keys)
         store = open_configured_store(self.config)
@@ -316,7 +316,7 @@ def application(config: ServeConfig) -> serve.Application:
     # an engine knows nothing of the other models: it stays as it is when they change
     alone = config.model_copy(update={"models": (), "keys": None, "chat": ChatTemplate()}).model_dump(mode="json")
     engines = {
-        model.edition: serve.deployment(EngineReplica)
+        model.called: serve.deployment(EngineReplica)
         .options(
             name=engine_name(model), max_ongoing_requests=ongoing, max_queued_requests=ongoing,
             ray_actor_options={"num_cpus": scaling.engine_cpus, "num_gpus": scaling.engine_gpus},

@@ -38,9 +38,7 @@ METRICS: dict[str, Metric] = {
     "pmi_engine_generated": Metric("counter", "Tokens generated, as the engine counts.", ("model",)),
     "pmi_engine_read": Metric("counter", "Tokens of prompts read, as the engine counts.", ("model",)),
     "pmi_engine_failures": Metric("counter", "Steps in which the model failed.", ("model",)),
-    "pmi_resumes": Metric(
-        "counter", "Sessions resumed: hot from the replica's own memory, cold from the store.", ("model", "kind")
-    ),
+    "pmi_resumes": Metric("counter", "Sessions resumed; cold: from the store (nothing is kept hot so far).", ("model", "kind")),
     "pmi_replayed_tokens": Metric("counter", "Tokens read again to resume sessions.", ("model",)),
     "pmi_journal_transactions": Metric("counter", "Transactions of the journal.", ("model",)),
     "pmi_journal_seconds": Metric("counter", "Seconds spent in them, encoding snapshots included.", ("model",)),

@@ -194,7 +194,9 @@ class Writer:
             "seed": self.turns[0].plan.sampling.seed, "session": self._session(self.last[0]),
         }  # fmt: skip
         mark = self.last[0].mark
-        headers = {} if mark is None else {"X-Session-Version": str(mark.version), "X-Session-Position": str(mark.position)}
+        headers = {} if mark is None else {"X-Session-Position": str(mark.position)}
+        if mark is not None and mark.version is not None:
+            headers["X-Session-Version"] = str(mark.version)
         return JSONResponse(body, headers=headers | ({"X-Response-Id": self.turns[0].id} if self.turns[0].resumable else {}))
 
     async def events(self, first: tuple[int, Piece], merged: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[bytes]:

@@ -54,6 +54,7 @@ class Front:
         facts: dict[str, Any] = {"request": id, "method": scope["method"], "path": scope["path"]}
         state["facts"] = facts
         began, status = time.perf_counter(), 0
+        state["began"] = began
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -78,6 +79,7 @@ class Front:
                 problem = as_api_error(error)
                 if problem.code == "internal_error":
                     log.exception("failed", extra={"facts": facts})
+                self.count("pmi_errors", 1.0, code=problem.code)
                 if status:
                     raise  # too late for an answer; the connection is closed
                 await error_response(problem)(scope, receive, answer)

@@ -53,7 +53,7 @@ class Service:
     ) -> None:  # fmt: skip
         self.config, self.store, self.limiter, self.metrics, self.keys = config, store, limiter, metrics, keys
         self.models = {served.client.info.fingerprint: served for served in models}
-        self.turns = Turns(store, self.models, config.engine.lease)
+        self.turns = Turns(store, self.models, config.engine.lease, metrics)
 
     # --- who ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,6 @@ class Service:
             return None
         found = await aside(self.turns.known, session, self._attempt(caller, body, kind, session))
         if found is not None:
-            self.metrics("pmi_joined")
             return self.noted(self.turns.join(found), caller)
         if version is not None and version != session.version:
             raise ApiError(
@@ -292,20 +291,20 @@ class Service:
     async def _counted(self, turn: Turn, caller: Caller) -> AsyncGenerator[Piece]:
         """A turn's pieces, with their times and numbers noted."""
         info = self.models[turn.model].client.info
-        began = last = time.perf_counter()
-        count, finished = 0, False
+        last, count, finished = 0.0, 0, False
         try:
             async with aclosing(turn.pieces) as pieces:
                 async for piece in pieces:
                     now = time.perf_counter()
                     if piece.ids and not count:
-                        self.metrics("pmi_first_token_seconds", now - began, model=info.name)
+                        self.metrics("pmi_first_token_seconds", now - caller.request.state.began, model=info.name)
                     elif piece.count > count:
                         self.metrics("pmi_token_seconds", (now - last) / (piece.count - count), model=info.name)
                     count, last, finished = max(count, piece.count), now, piece.finish is not None
                     yield piece
         except Exception as error:
-            self.note(as_api_error(error))
+            if count:  # before the first token it is the request that fails, and is counted there
+                self.note(as_api_error(error))
             raise
         finally:
             caller.facts.update(tokens_in=len(turn.plan.prompt), tokens_out=count, finished=finished)

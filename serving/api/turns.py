@@ -117,12 +117,10 @@ def _mark_of(key: str) -> str:
 class Turns:
     """All turns of one ingress, over the store and the served models (by fingerprint)."""
 
-    def __init__(self, store: BaseStore, models: Mapping[str, Served], lease: float = 4.0) -> None:
-        self.store, self.models, self.lease = store, models, lease
-        self.joined = 0
-        """Requests that were joined to an earlier one's response."""
-        self.failovers = 0
-        """Streams taken up from a dead engine."""
+    def __init__(
+        self, store: BaseStore, models: Mapping[str, Served], lease: float = 4.0, note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.store, self.models, self.lease, self.note = store, models, lease, note
 
     async def start(self, plan: Plan, session: Session | None, attempt: Attempt, record: bool, **options: Any) -> Turn:
         """Begin a turn, or join the one that an earlier request began. `record`: keep the answer (with a session, always)."""
@@ -158,7 +156,7 @@ class Turns:
 
     def join(self, response: Response) -> Turn:
         """A turn that has been started before, from its beginning."""
-        self.joined += 1
+        self.note("pmi_joined")
         plan = Plan.of(response)
         pieces = self.follow(response.tenant, response.id, 0)
         return Turn(response.id, plan.model, pieces, plan, response.session, True, True)
@@ -197,7 +195,7 @@ class Turns:
                     yield piece
             return
         except (EngineLostError, EngineStoppedError):
-            self.failovers += 1
+            self.note("pmi_failovers")
         except NOTHING_APPLIED:
             if count:
                 raise
@@ -246,6 +244,8 @@ class Turns:
             served = self.models.get(plan.model)
             if served is None:
                 raise _closed(response, "its model is not served any more")
+            if response.status in ("failed", "closed"):
+                raise _closed(response, "it was given up")
             if at > len(response.ids):
                 raise ApiError(400, "invalid_value", f"Last-Event-ID {id}:{at}: the response has {len(response.ids)} tokens")
             if text is None:
@@ -274,7 +274,7 @@ class Turns:
                 except (BusyError, ConflictError):
                     pass  # someone else does it
                 except (EngineLostError, EngineStoppedError) as error:
-                    self.failovers += 1
+                    self.note("pmi_failovers")
                     if time.monotonic() - since > PATIENCE:
                         raise ApiError(503, "engine_lost", f"no engine answers ({error}); resume the response later") from error
             await asyncio.sleep(POLL)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.serving.api.conftest import GREEDY, Running, Serve
 from tests.serving.engine.conftest import checkpoint, greedy
+from tests.serving.sessions.conftest import LocalRedis, redis_server  # noqa: F401
 
 ASK = {"model": "tiny", "prompt": "The whale", "max_tokens": 60, **GREEDY}
 
@@ -136,7 +137,7 @@ def test_the_stock_clients_own_retries_do_not_apply_a_turn_twice(running: Runnin
         found = client.completions.create(**(ASK | {"max_tokens": tokens}), extra_body={"session_id": "ada"})
     assert found.choices[0].text == expected(tokens=tokens)
     assert session(running)["position"] == 10 + tokens
-    assert running.service.turns.joined == 1
+    assert "pmi_joined_total 1.0" in running.http().get("/metrics").text
     client = running.client()
     client.completions.create(**(ASK | {"max_tokens": 5}), extra_body={"session_id": "ada"})
     assert session(running)["position"] == 10 + tokens + 9 + 5, "the next one is a new turn"
@@ -229,3 +230,45 @@ def test_a_turn_that_was_refused_leaves_its_key_free(serve: Serve) -> None:
     waiting.join()
     again = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"}, headers=keyed)
     assert again.json()["choices"][0]["text"] == expected()
+
+
+def test_a_stale_writer_is_fenced(serve: Serve) -> None:
+    """Two services over one store. One freezes and its lease runs out; the other goes on; the first may not write any more."""
+    frozen, other = serve(), serve()
+    make(frozen)
+    engine = frozen.service.turns.models[checkpoint().fingerprint].client.engine
+    with frozen.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"session_id": "ada", "stream": True, "max_tokens": 5000}
+    ) as response:  # fmt: skip
+        stream = events(response)
+        next(stream)
+        engine.journal.abandon()
+        with engine._changed:  # its loop waits here
+            deadline = time.monotonic() + 10
+            while session(other)["busy"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            position = session(other)["position"]
+            taken = other.http().post("/v1/completions", json=ASK | {"session_id": "ada", "max_tokens": 7})
+            assert taken.status_code == 200, taken.text
+        rest = list(stream)
+    assert rest[-1][1]["error"]["code"] == "session_lost"
+    assert session(other)["position"] == position + 9 + 7, "nothing of the stale writer came behind it"
+
+
+@pytest.mark.needs("redis-server")
+def test_sessions_in_redis_do_the_same(serve: Serve, redis_server: LocalRedis) -> None:  # noqa: F811
+    first = serve(store=f"{redis_server.url}?prefix=api")
+    make(first)
+    body = ASK | {"session_id": "ada", "stream": True, "max_tokens": 200}
+    text, last = "", ""
+    with first.http() as http, http.stream("POST", "/v1/completions", json=body, headers={"Idempotency-Key": "k"}) as response:
+        for id, data in events(response):
+            text, last = text + data["choices"][0]["text"], id
+            break
+    second = serve(store=f"{redis_server.url}?prefix=api")
+    with second.http() as http, http.stream("GET", f"/v1/streams/{last.split(':')[0]}", headers={"Last-Event-ID": last}) as rest:
+        text += "".join(data["choices"][0]["text"] for _, data in events(rest) if data["choices"])
+    assert text == expected(tokens=200)
+    again = first.http().post("/v1/completions", json=body | {"stream": False}, headers={"Idempotency-Key": "k"}).json()
+    assert again["choices"][0]["text"] == text
+    assert session(first)["position"] == 210

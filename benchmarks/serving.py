@@ -1,0 +1,249 @@
+"""The service: tokens per second and time to the first token through HTTP, against the engine in this process; and a long load.
+
+    make bench-serving
+    python -m benchmarks.serving --part load --minutes 10
+
+speed   N streams of sessions at a time, greedy, to the end: through `pmi serve` with one engine replica (default settings), and
+        through an engine in this process over a SQLite store of its own; in turns, as ratios of the same round. The client reads
+        raw sockets in one event loop, so that it costs little; it runs on the same cores
+load    64 streaming sessions on 2 replicas; every now and then a replica is killed with kill -9. Every stream is resumed until it
+        is complete and compared with what the model says alone: a lost, repeated or foreign token would show
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import ratio, save
+from lm.config import load_model_config
+from lm.data.tokenizer import ByteTokenizer
+from lm.generation.sampling import Sampling
+from lm.model import PMI
+from lm.model.pretrained import Checkpoint, fingerprint, save_pretrained
+from lm.model.proofs import draw_zeros
+from serving.engine import Engine, EngineConfig, Request
+from serving.engine.opening import identity
+from serving.sessions.opening import open_store
+from serving.sessions.store import LOCAL, Settings
+from tests.serving.api.cluster import Cluster, free_port
+
+GREEDY = Sampling(temperature=0)
+PROMPT = "The whale and the sea, "
+console = Console()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--part", choices=["speed", "load"], default="speed")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = draw_zeros(PMI(load_model_config(args.preset, ["dropout=0"]))).eval()
+    checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_pretrained(model, checkpoint.tokenizer, folder / "bench")
+        cluster = Cluster(folder, folder / "bench", free_port(), "--set", "engine.lanes=64", *(
+            ["--set", "scaling.replicas=1"] if args.part == "speed" else []
+        ))  # fmt: skip
+        try:
+            console.print(f"serving after {cluster.start():.0f} s")
+            if args.part == "speed":
+                asyncio.run(speed(cluster, checkpoint, folder, args))
+            else:
+                asyncio.run(load(cluster, checkpoint, args))
+        finally:
+            cluster.kill()
+
+
+# --- a client that costs little ------------------------------------------------------------------------------------
+
+
+async def call(url: str, method: str, path: str, body: dict | None = None, headers: dict[str, str] | None = None):
+    """Pieces of the answer's body as they arrive, with its status first."""
+    target = urlsplit(url)
+    data = b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {target.netloc}", "Connection: close", f"Content-Length: {len(data)}"]
+    lines += ["Content-Type: application/json", *(f"{key}: {value}" for key, value in (headers or {}).items())]
+    reader, writer = await asyncio.open_connection(target.hostname, target.port)
+    try:
+        writer.write("\r\n".join([*lines, "", ""]).encode() + data)
+        head = await reader.readuntil(b"\r\n\r\n")
+        yield head.split()[1]
+        while piece := await reader.read(1 << 16):
+            yield piece
+    finally:
+        writer.close()
+
+
+async def make(url: str, id: str) -> None:
+    answer = [piece async for piece in call(url, "POST", "/v1/sessions", {"id": id})]
+    assert answer[0] == b"201", answer
+
+
+async def stream(url: str, id: str, tokens: int) -> float:
+    """One turn of a session, streamed; seconds to its first token."""
+    body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "session_id": id, "stream": True}
+    began, first, last = time.perf_counter(), 0.0, b""
+    async for piece in call(url, "POST", "/v1/completions", body):
+        if not first and b"data: " in piece:
+            first = time.perf_counter() - began
+        last = last[-64:] + piece
+    assert b"[DONE]" in last, last
+    return first
+
+
+# --- speed ---------------------------------------------------------------------------------------------------------
+
+
+async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: argparse.Namespace) -> None:
+    store = open_store(f"sqlite:///{folder}/own.db")
+    mine = identity(checkpoint)
+    settings = Settings(mine.model, mine.tokenizer, checkpoint.model.config.segment)
+    ids = checkpoint.tokenizer.encode(PROMPT)
+    number = 0
+    table = Table("streams", "engine tok/s", "service tok/s", "ratio (quartiles)", "first token: engine ms", "service ms", "over")
+    rows = []
+    with Engine(checkpoint, EngineConfig(lanes=64), store) as engine:
+
+        async def own(id: str) -> float:
+            began, first = time.perf_counter(), 0.0
+            async for event in engine.submit(Request(ids, args.tokens, GREEDY, session=id)):
+                first = first or (time.perf_counter() - began if event.ids else 0.0)
+            return first
+
+        for streams in args.streams:
+            seconds: dict[str, list[float]] = {"engine": [], "service": []}
+            firsts: dict[str, list[float]] = {"engine": [], "service": []}
+            for round_ in range(-1, args.rounds):
+                number += 1
+                names = [f"b{number}-{i}" for i in range(streams)]
+                for name in names:
+                    store.create(LOCAL, name, settings)
+                    await make(cluster.url, name)
+                order = ["engine", "service"] if round_ % 2 else ["service", "engine"]
+                for who in order:
+                    began = time.perf_counter()
+                    calls = [own(n) if who == "engine" else stream(cluster.url, n, args.tokens) for n in names]
+                    found = await asyncio.gather(*calls)
+                    if round_ >= 0:
+                        seconds[who].append(time.perf_counter() - began)
+                        firsts[who].append(statistics.median(found))
+            total = streams * args.tokens
+            found_ratio = ratio(seconds["service"], seconds["engine"])
+            rate = {who: total / statistics.median(values) for who, values in seconds.items()}
+            first = {who: 1000 * statistics.median(values) for who, values in firsts.items()}
+            rows.append({"streams": streams, "ratio": found_ratio, "tokens_per_second": rate, "first_token_ms": first})
+            table.add_row(
+                str(streams), f"{rate['engine']:.0f}", f"{rate['service']:.0f}", str(found_ratio), f"{first['engine']:.0f}",
+                f"{first['service']:.0f}", f"{first['service'] - first['engine']:+.0f}",
+            )  # fmt: skip
+    store.close()
+    console.print(table)
+    save(f"serving_{args.preset}", {"preset": args.preset, "tokens": args.tokens, "rows": rows})
+
+
+# --- load ----------------------------------------------------------------------------------------------------------
+
+
+async def load(cluster: Cluster, checkpoint: Checkpoint, args: argparse.Namespace) -> None:
+    tokens, sessions = args.tokens, max(args.streams)
+    end = time.monotonic() + 60 * args.minutes
+    counts = {"turns": 0, "resumed": 0, "kills": 0, "tokens": 0, "wrong": 0, "refused": 0}
+    texts: dict[str, list[str]] = {f"l{i}": [] for i in range(sessions)}
+
+    async def turn(id: str, prompt: str) -> str:
+        text, last, done = "", "", False
+        while not done:
+            body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "session_id": id, "stream": True}
+            headers = {"Idempotency-Key": f"{id}-{len(texts[id])}"}
+            path = f"/v1/streams/{last.rpartition(':')[0]}" if last else "/v1/completions"
+            buffer, status = b"", b""
+            try:
+                parts = call(cluster.url, "GET", path, None, {"Last-Event-ID": last}) if last else call(
+                    cluster.url, "POST", path, body, headers
+                )  # fmt: skip
+                async for piece in parts:
+                    if not status:
+                        status = piece
+                        continue
+                    buffer += piece
+                    *events, buffer = buffer.split(b"\n\n")
+                    for event in events:
+                        fields = dict(
+                            line.split(": ", 1) for line in event.decode().splitlines() if ": " in line and line[0] in "id"
+                        )
+                        data = fields.get("data", "")
+                        if not data.startswith("{"):
+                            continue
+                        value = json.loads(data)
+                        if "error" in value or not value["choices"]:
+                            continue
+                        text, last = text + value["choices"][0]["text"], fields["id"]
+                        done = done or value["choices"][0]["finish_reason"] is not None
+            except (OSError, asyncio.IncompleteReadError):
+                pass
+            if not done:
+                counts["resumed" if last else "refused"] += 1
+                await asyncio.sleep(0.5)
+        return text
+
+    async def session(id: str, number: int) -> None:
+        await make(cluster.url, id)
+        while time.monotonic() < end:
+            text = await turn(id, f"{PROMPT}{number} ")
+            texts[id].append(text)
+            counts["turns"] += 1
+            counts["tokens"] += tokens
+
+    async def killer() -> None:
+        while time.monotonic() < end - 10:
+            await asyncio.sleep(random.uniform(10, 30))
+            engines = await asyncio.to_thread(cluster.engines)
+            if len(engines) == 2 and time.monotonic() < end - 5:
+                random.choice(engines).kill()
+                counts["kills"] += 1
+
+    def memory() -> float:
+        return sum(p.memory_info().rss for p in cluster.processes() if psutil.pid_exists(p.pid)) / 2**20
+
+    before = memory()
+    await asyncio.gather(killer(), *(session(f"l{i}", i) for i in range(sessions)))
+    after = memory()
+    console.print("comparing with the model alone")
+    store = open_store(f"sqlite:///{cluster.folder}/own.db")
+    mine = identity(checkpoint)
+    settings = Settings(mine.model, mine.tokenizer, checkpoint.model.config.segment)
+    with Engine(checkpoint, EngineConfig(lanes=64), store) as engine:
+
+        async def check(id: str, number: int) -> None:
+            store.create(LOCAL, id, settings)
+            for text in texts[id]:
+                ids = checkpoint.tokenizer.encode(f"{PROMPT}{number} ")
+                whole = "".join([e.text async for e in engine.submit(Request(ids, tokens, GREEDY, session=id))])
+                counts["wrong"] += whole != text
+
+        await asyncio.gather(*(check(id, i) for i, id in enumerate(texts)))
+    store.close()
+    console.print(counts | {"MB before": round(before), "MB after": round(after)})
+    save("serving_load", counts | {"sessions": sessions, "minutes": args.minutes, "mb_before": before, "mb_after": after})
+
+
+if __name__ == "__main__":
+    main()
