@@ -5,11 +5,13 @@ import sys
 from lm.cli import app
 from lm.commands import run
 from serving.engine.cli import mount as mount_engine
+from serving.planning.cli import mount as mount_planning
 from serving.serve_cli import mount as mount_serve
 from serving.sessions.cli import app as sessions_app
 
 mount_engine(app)
 mount_serve(app)
+mount_planning(app)
 app.add_typer(sessions_app, name="sessions")
 
 

@@ -1,0 +1,304 @@
+"""A discrete-event simulation of replicas: arrivals, engine loops turn by turn, failures. Predicts latency.
+
+Each replica does what serving/engine/engine.py does: sessions are opened by two helpers; one turn of the loop is a step of all
+decoding lanes, then at most a segment of prompt by those that read. Seconds come from measured `Figures`.
+"""
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.engine.engine import SHARE
+from serving.planning.figures import Figures
+from serving.sessions.store import LEASE_SECONDS
+
+HELPERS = 2
+"""Threads of an engine that open sessions."""
+NOTICED = 0.1
+"""Seconds until a stream is taken up elsewhere after its replica was killed (measured with Ray: 0.03 to 0.13)."""
+RESTART = 30.0
+"""Seconds until a killed replica is replaced: process, torch and weights."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One turn of a session: so many tokens to read, so many to generate."""
+
+    at: float
+    session: int
+    prompt: int
+    output: int
+    tail: int
+    """Tokens behind the session's snapshot, read again to resume; 0: a new session, nothing to open."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What comes in."""
+
+    rate: float
+    """Turns per second."""
+    prompt: float
+    """Tokens of a prompt, on average."""
+    output: float
+    """Tokens of an answer, on average."""
+    turns: float = 10.0
+    """Turns of a session, on average."""
+    fixed: bool = False
+    """All prompts and answers have the average length, instead of exponentially distributed ones."""
+
+    def arrivals(self, seconds: float, segment: int, rng: random.Random, sessions: int = 1_000_000) -> list[Arrival]:
+        """Poisson arrivals for so many seconds."""
+        found, now = [], 0.0
+        while (now := now + rng.expovariate(self.rate)) < seconds:
+            new = rng.random() < 1 / self.turns
+            found.append(
+                Arrival(
+                    now, rng.randrange(sessions), self._length(self.prompt, rng), self._length(self.output, rng),
+                    0 if new else rng.randint(1, segment),
+                )
+            )  # fmt: skip
+        return found
+
+    def _length(self, mean: float, rng: random.Random) -> int:
+        return max(1, round(mean if self.fixed else rng.expovariate(1 / mean)))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What serves it."""
+
+    replicas: int
+    lanes: int = 32
+    queue: int = 64
+    """Requests that may wait at one replica; more are refused."""
+    overhead: float = 0.01
+    """Seconds between client and engine and back: HTTP, Ray."""
+    lease: float = LEASE_SECONDS
+    """Seconds that a killed replica's sessions stay locked."""
+
+
+@dataclass
+class Prediction:
+    """What clients would see."""
+
+    first_token: list[float] = field(default_factory=list)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds between two tokens of a stream, and how many streams saw them."""
+    refused: int = 0
+    taken_up: int = 0
+    """Streams that went on at another replica after theirs was lost."""
+    completed: int = 0
+    tokens: int = 0
+    occupancy: float = 0.0
+    """Share of the lanes that were decoding, over time."""
+    seconds: float = 0.0
+
+    def first_token_at(self, share: float) -> float:
+        """The time within which this share of requests has its first token."""
+        return quantile([(x, 1) for x in self.first_token], share)
+
+    def gap_at(self, share: float) -> float:
+        """The time that this share of the pauses between tokens does not exceed."""
+        return quantile(self.gaps, share)
+
+
+def quantile(weighted: Iterable[tuple[float, int]], share: float) -> float:
+    """The value below which `share` of the weight lies; nan of nothing."""
+    ordered = sorted(weighted)
+    left = share * sum(weight for _, weight in ordered)
+    for value, weight in ordered:
+        left -= weight
+        if left <= 0:
+            return value
+    return ordered[-1][0] if ordered else math.nan
+
+
+@dataclass(eq=False)
+class _Job:
+    arrival: Arrival
+    unread: int
+    position: int
+    """Within its segment."""
+    left: int
+    """Tokens still to generate, when it was last counted."""
+    last: float | None = None
+    """When its newest token came, when that was last noted."""
+
+
+@dataclass(eq=False)
+class _Replica:
+    number: int
+    alive: bool = True
+    life: int = 0
+    """Raised by a failure: what a dead one had planned does not happen."""
+    running: bool = False
+    queue: deque[_Job] = field(default_factory=deque)
+    to_open: deque[_Job] = field(default_factory=deque)
+    opening: list[_Job] = field(default_factory=list)
+    reading: deque[_Job] = field(default_factory=deque)
+    decoding: list[tuple[int, int, _Job]] = field(default_factory=list)
+    """A heap by the step in which each has its last token: between joining and leaving nobody looks at them one by one."""
+    steps: int = 0
+    turned: float = 0.0
+    """When the last turn ended: when every decoding lane had its newest token."""
+
+    @property
+    def active(self) -> int:
+        return len(self.to_open) + len(self.opening) + len(self.reading) + len(self.decoding)
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, figures: Figures, cluster: Cluster) -> None:
+        self.figures, self.cluster = figures, cluster
+        self.replicas = [_Replica(number) for number in range(cluster.replicas)]
+        self.found = Prediction()
+        self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
+        self._count = 0
+        self._rng = random.Random(0)
+
+    def run(self, arrivals: Sequence[Arrival], failures: Sequence[tuple[float, int]] = ()) -> Prediction:
+        """What `arrivals` see; `failures`: when which replica is killed."""
+        for arrival in arrivals:
+            job = _Job(arrival, arrival.tail + arrival.prompt, 0, arrival.output)
+            self._at(arrival.at, "arrive", job)
+        for when, number in failures:
+            self._at(when, "fail", self.replicas[number % len(self.replicas)])
+        now = 0.0
+        while self._events:
+            now, _, kind, details = heapq.heappop(self._events)
+            getattr(self, f"_on_{kind}")(now, *details)
+        self.found.seconds = now
+        self.found.occupancy /= max(now, 1e-9) * len(self.replicas) * self.cluster.lanes
+        return self.found
+
+    def _at(self, when: float, kind: str, *details: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, kind, details))
+
+    # --- what happens ------------------------------------------------------------------------------------------
+
+    def _on_arrive(self, now: float, job: _Job) -> None:
+        alive = [replica for replica in self.replicas if replica.alive]
+        if not alive:
+            self._at(now + 1.0, "arrive", job)
+            return
+        replica = alive[job.arrival.session % len(alive)]
+        if len(replica.queue) >= self.cluster.queue and replica.active >= self.cluster.lanes:
+            self.found.refused += 1
+            return
+        replica.queue.append(job)
+        self._admit(now, replica)
+
+    def _admit(self, now: float, replica: _Replica) -> None:
+        while replica.queue and replica.active < self.cluster.lanes:
+            job = replica.queue.popleft()
+            if job.arrival.tail:
+                replica.to_open.append(job)
+            else:
+                replica.reading.append(job)
+        while replica.to_open and len(replica.opening) < HELPERS:
+            job = replica.to_open.popleft()
+            replica.opening.append(job)
+            seconds = self.figures.open_seconds(len(replica.decoding), self._rng.random())
+            self._at(now + seconds, "opened", replica, replica.life, job)
+        if not replica.running and (replica.reading or replica.decoding):
+            self._turn(now, replica)
+
+    def _on_opened(self, now: float, replica: _Replica, life: int, job: _Job) -> None:
+        if life == replica.life:
+            replica.opening.remove(job)
+            replica.reading.append(job)
+            self._admit(now, replica)
+
+    def _turn(self, now: float, replica: _Replica) -> None:
+        """One turn of the loop begins: how long it takes and who has a token at its end."""
+        t = self.figures.segment
+        stepped = len(replica.decoding)
+        seconds = self.figures.step_seconds(stepped) if stepped else 0.0
+        budget, first = t, []
+        while replica.reading:
+            job = replica.reading[0]
+            portion = min(t - job.position % t, job.unread)
+            cost = max(portion, t // SHARE, 1)
+            if cost > budget:
+                break
+            budget -= cost
+            replica.reading.popleft()
+            seconds += self.figures.read_seconds(portion)
+            job.position += portion
+            job.unread -= portion
+            if job.unread:
+                replica.reading.append(job)
+            else:
+                first.append(job)
+        replica.running = True
+        self._at(now + seconds, "turned", replica, replica.life, now, stepped, first)
+
+    def _on_turned(self, now: float, replica: _Replica, life: int, began: float, stepped: int, first: list[_Job]) -> None:
+        self.found.occupancy += (now - began) * stepped
+        if life != replica.life:
+            return
+        replica.running, replica.turned = False, now
+        if stepped:  # every lane had a token at the end of the turn before, and has its next one now
+            replica.steps += 1
+            self.found.gaps.append((now - began, stepped))
+            self.found.tokens += stepped
+            while replica.decoding and replica.decoding[0][0] <= replica.steps:
+                heapq.heappop(replica.decoding)
+                self.found.completed += 1
+        for job in first:
+            if job.last is None:
+                self.found.first_token.append(now - job.arrival.at + self.cluster.overhead)
+            else:
+                self.found.gaps.append((now - job.last, 1))
+            job.left, job.last = job.left - 1, now
+            self.found.tokens += 1
+            if job.left:
+                self._count += 1
+                heapq.heappush(replica.decoding, (replica.steps + job.left, self._count, job))
+            else:
+                self.found.completed += 1
+        self._admit(now, replica)
+
+    def _on_fail(self, now: float, replica: _Replica) -> None:
+        if not replica.alive:
+            return
+        waiting = {*replica.queue, *replica.to_open}
+        for ends, _, job in replica.decoding:
+            job.left, job.last = ends - replica.steps, replica.turned
+        lost = [*replica.queue, *replica.to_open, *replica.opening, *replica.reading, *(job for _, _, job in replica.decoding)]
+        for _, _, kind, details in self._events:
+            if kind == "turned" and details[0] is replica and details[1] == replica.life:
+                lost += details[4]  # those whose first token the turn would have brought
+        replica.alive, replica.running = False, False
+        replica.life += 1
+        for queued in (replica.queue, replica.to_open, replica.reading):
+            queued.clear()
+        replica.opening, replica.decoding = [], []
+        self._at(now + RESTART, "restore", replica)
+        for job in lost:
+            # what was under a lease waits for its end; the session is then read from its snapshot on
+            wait = NOTICED + (0.0 if job in waiting else self.cluster.lease)
+            again = max(1, job.arrival.tail) if job.last is None else self.figures.segment // 2
+            job.unread = again + (job.arrival.prompt if job.last is None else 0)
+            job.position = 0
+            self.found.taken_up += 1
+            self._at(now + wait, "arrive", job)
+
+    def _on_restore(self, now: float, replica: _Replica) -> None:
+        replica.alive = True
+        self._admit(now, replica)
+
+
+def simulate(
+    figures: Figures, cluster: Cluster, arrivals: Sequence[Arrival], failures: Sequence[tuple[float, int]] = ()
+) -> Prediction:
+    """What clients of `cluster` would see."""
+    return Simulation(figures, cluster).run(arrivals, failures)
