@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine bench-serving clean bench-sessions
+.PHONY: bench-plan run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine bench-serving clean bench-sessions
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo
@@ -45,6 +45,9 @@ bench-engine: setup
 bench-serving: setup
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.serving --part load --preset tiny --minutes 10
+
+bench-plan: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.plan --preset tiny --seconds 30
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

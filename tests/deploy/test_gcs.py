@@ -1,4 +1,4 @@
-"""Ray's control store in Redis, as in deploy/serve/rayservice.yaml: killed while the service serves, it comes back knowing all."""
+"""Ray's control store in Redis, as in rayservice.yaml: killed while the service serves, it comes back knowing all."""
 
 import contextlib
 import json
