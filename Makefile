@@ -49,5 +49,8 @@ bench-serving: setup
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.serving --part load --preset tiny --minutes 10
 
+bench-plan: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.plan --preset tiny --seconds 30
+
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -82,6 +82,15 @@ def test_the_serve_application_is_what_ray_and_the_service_accept() -> None:
     assert float(template["containers"][0]["resources"]["requests"]["cpu"]) >= config.scaling.engine_cpus
 
 
+def test_the_application_for_running_clusters_is_accepted_too() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / "serve/cluster.yaml").read_text()))
+    (application,) = schema.applications
+    own = {key: value for key, value in application.args.items() if key not in ("checkpoint", "config")}
+    assert load_serve_config(None, own).keys is not None
+
+
 def test_ray_is_never_started_without_a_token() -> None:
     assert of_kind("serve/rayservice.yaml", "RayService")["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     assert of_kind("train/rayjob-eval.yaml", "RayJob")["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}

@@ -1,0 +1,160 @@
+"""Ray's control store in Redis, as in rayservice.yaml: killed while the service serves, it comes back knowing all."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lm.config import load_model_config
+from lm.data.tokenizer import ByteTokenizer
+from lm.model import PMI
+from lm.model.pretrained import save_pretrained
+
+from .schemas import DEPLOY, ROOT
+
+APP = """
+import sys
+import ray
+from ray import serve
+from serving.app import build
+address, port, checkpoint, store = sys.argv[1:]
+ray.init(address=address, log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+serve.run(build({"checkpoint": checkpoint, "store": store, "scaling.replicas": 2}), name="pmi", route_prefix="/")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def within(seconds: float, check: Callable[[], Any]) -> Any:
+    """What `check` gives, once it gives something without an error."""
+    deadline, last = time.monotonic() + seconds, None
+    while time.monotonic() < deadline:
+        try:
+            found = check()
+            if found:
+                return found
+        except Exception as error:
+            last = error
+        time.sleep(0.5)
+    raise AssertionError(f"not within {seconds} s: {last!r}")
+
+
+class Cluster:
+    """`ray start --head` with its control store in Redis, and the service on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.temp = Path(f"/tmp/pmi-gcs-{os.getpid()}")  # short: Ray puts sockets there
+        self.redis_port, self.gcs_port, self.http = free_port(), free_port(), free_port()
+        conf = str(DEPLOY / "serve/redis.conf")
+        self.redis = subprocess.Popen(
+            ["redis-server", conf, "--port", str(self.redis_port), "--dir", str(folder)], stdout=subprocess.DEVNULL
+        )
+        self.environment = {
+            **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}",
+            "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        torch.manual_seed(0)
+        save_pretrained(PMI(load_model_config("tiny")), ByteTokenizer(), folder / "model")
+        within(20, lambda: socket.create_connection(("127.0.0.1", self.redis_port), 1).close() or True)
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={self.gcs_port}"]
+        more = ["--include-dashboard=false", "--num-cpus=4", f"--temp-dir={self.temp}", "--object-store-memory=100000000"]
+        subprocess.run([*ray, *more, "--disable-usage-stats"], env=self.environment, check=True, capture_output=True, timeout=120)
+        store = f"redis://127.0.0.1:{self.redis_port}/1"
+        arguments = [f"127.0.0.1:{self.gcs_port}", str(self.http), str(folder / "model"), store]
+        done = subprocess.run(
+            [sys.executable, "-c", APP, *arguments], env=self.environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    def processes(self) -> list[psutil.Process]:
+        """Ours, by the folder that only we use."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self.temp) in part for part in process.info["cmdline"] or []):
+                found.append(process)
+        return found
+
+    def gcs(self) -> psutil.Process:
+        return next(p for p in self.processes() if p.info["cmdline"][0].endswith("gcs_server"))
+
+    def replicas(self) -> list[psutil.Process]:
+        """The processes of the service's deployments."""
+        raylets = [p for p in self.processes() if p.info["cmdline"][0].endswith("raylet")]
+        return [child for p in raylets for child in p.children() if child.cmdline()[0].startswith("ray::ServeReplica:pmi:")]
+
+    def ask(self, session: str | None = "ada") -> dict[str, Any]:
+        body: dict[str, Any] = {"prompt": "The whale", "max_tokens": 8} | ({"session_id": session} if session else {})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return dict(json.loads(answer.read()))
+
+    def close(self) -> None:
+        ours = self.processes()
+        ours += [child for process in ours for child in process.children(recursive=True)]
+        for process in set(ours):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.redis.send_signal(signal.SIGKILL)
+        self.redis.wait()
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster.__new__(Cluster)
+    try:
+        made.__init__(tmp_path)  # type: ignore[misc]
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.full
+@pytest.mark.needs("redis-server")
+def test_the_service_outlives_its_control_store_and_is_mended_by_the_next_one(cluster: Cluster) -> None:
+    create = urllib.request.Request(
+        f"http://127.0.0.1:{cluster.http}/v1/sessions", b'{"id": "ada"}', {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(create, timeout=30) as answer:
+        assert answer.status == 201
+    assert cluster.ask()["choices"]
+    gcs = cluster.gcs()
+    command, environment, folder = gcs.cmdline(), gcs.environ(), gcs.cwd()
+    gcs.send_signal(signal.SIGKILL)
+    gcs.wait(10)
+    for _ in range(3):  # nothing of a request passes through it
+        assert cluster.ask()["choices"]
+    again = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert within(30, lambda: cluster.ask()["choices"])
+        # the new one knows the actors of the old: a killed replica is replaced
+        replicas = cluster.replicas()
+        assert len(replicas) >= 2
+        replicas[0].send_signal(signal.SIGKILL)
+        assert within(60, lambda: cluster.ask()["choices"])
+        gone = replicas[0].pid
+        assert within(90, lambda: len([p for p in cluster.replicas() if p.pid != gone]) >= len(replicas))
+        assert again.poll() is None
+    finally:
+        again.kill()
+        again.wait()
