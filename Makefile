@@ -1,4 +1,4 @@
-# make run    set up, train a small model on the bundled text, and generate from it
+# make run    set up, train a small model on the bundled text, serve it, stream from a session
 # make test   set up, lint, type-check and run the tests
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -7,6 +7,7 @@ BIN := .venv/bin
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo
+	$(BIN)/pmi tour --checkpoint runs/demo/model --store runs/demo/sessions.db
 
 test: setup lint
 	$(BIN)/python -m pytest -m "not full"

@@ -85,7 +85,7 @@ def serve(
             )
         with noting(problems):
             _check_store(loaded)
-        chosen, chosen_metrics = loaded.http.port or _free_port(), metrics_port or _free_port()
+        chosen, chosen_metrics = loaded.http.port or free_port(), metrics_port or free_port()
         with noting(problems):
             _check_port(loaded.http.host, chosen)
     _run(loaded, load, chosen, chosen_metrics)
@@ -207,7 +207,8 @@ def _check_port(host: str, port: int) -> None:
             ) from error
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on just now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
