@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine bench-serving clean bench-sessions
+.PHONY: run test test-full lint setup bench-model bench-stream bench-data bench-training bench-engine bench-serving bench-sessions clean
 
 run: setup
 	$(BIN)/pmi demo --out runs/demo

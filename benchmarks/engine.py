@@ -7,8 +7,8 @@ steps    seconds per step in the steady state of 32 lanes at spread positions, a
          batched model (same lanes, greedy), the engine, and the engine with 32 SQLite sessions; and the engine with one lane.
          All in turns in one process, as ratios of the same round: median (quartiles). A round is one segment of steps, so that
          each lane writes its memory, and its snapshot, once.
-resume   time to the first token of a session read from SQLite, at growing histories, in turns; and GPT-2 of the same size that
-         reads its history of 8,192 tokens again
+resume   time to the first token (on disk) of a session in SQLite with a tail of half a segment, at growing histories, in turns;
+         and GPT-2 of the same size that reads its history of 8,192 tokens again
 bytes    a stored session against a KV cache
 """
 
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--part", choices=["steps", "resume", "bytes"], action="append")
     parser.add_argument("--longest", type=int, default=HISTORIES[-1], help="longest history of `resume`")
     args = parser.parse_args()
@@ -56,6 +57,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = draw_zeros(PMI(load_model_config(args.preset, ["dropout=0"]))).eval()
     checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
+    if args.dtype == "bfloat16":
+        model.compute_in(torch.bfloat16)
     parts = args.part or ["steps", "resume", "bytes"]
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"sqlite:///{folder}/sessions.db")
@@ -104,7 +107,7 @@ async def steady(engine: Engine, requests: list[Request], count: int) -> tuple[f
         await asyncio.sleep(0.005)
     first, began, worked = engine.counters.steps, time.perf_counter(), time.process_time()
     while engine.counters.steps < first + count:
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.02)
     done = engine.counters.steps - first
     seconds = ((time.perf_counter() - began) / done, (time.process_time() - worked) / done)
     for task in tasks:
@@ -156,15 +159,19 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
         "engine over bare in processor time": (ratio(work["bare"], work["engine"]), ""),
     }
     table = Table(
-        "figure", "ratio", "wanted", title=f"{args.preset}, {args.threads} thread(s), {args.rounds} rounds of {segment} steps"
+        "figure",
+        "ratio",
+        "wanted",
+        title=f"{args.preset}, {args.dtype}, {args.threads} threads, {args.rounds} rounds of {segment} steps",
     )
     for name, (value, wanted) in rows.items():
         table.add_row(name, str(value), wanted)
     console.print(table)
     milliseconds = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
     console.print({name: f"{value:.2f} ms/step" for name, value in milliseconds.items()}, journal)
-    save(f"engine_steps_{args.preset}_{args.threads}", {
-        "preset": args.preset, "threads": args.threads, "lanes": LANES, "rounds": args.rounds, "ms_per_step": milliseconds,
+    save(f"engine_steps_{args.preset}_{args.threads}_{args.dtype}", {
+        "dtype": args.dtype, "preset": args.preset, "threads": args.threads, "lanes": LANES, "rounds": args.rounds,
+        "ms_per_step": milliseconds,
         "ratios": {name: value for name, (value, _) in rows.items()}, "journal": journal,
     })  # fmt: skip
 
@@ -184,9 +191,9 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
     config = EngineConfig(lanes=2, threads=args.threads)
     rows = []
     with Engine(checkpoint, config, store) as engine:
-        for length in histories:  # a whole segment less two behind the boundary: about the longest tail there is
+        for length in histories:  # half a segment behind the boundary, as sessions are on average
             store.create(LOCAL, f"h{length}", settings(checkpoint))
-            count = length // segment * segment + segment - 2
+            count = length // segment * segment + segment // 2 - 1
             engine.submit(Request(torch.randint(0, 256, (count,)).tolist(), 0, GREEDY, session=f"h{length}")).result()
         for length in histories:
             store.fork(LOCAL, f"h{length}", f"warm{length}")
@@ -221,8 +228,11 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
 
 def first_token(engine: Engine, name: str) -> float:
     began = time.perf_counter()
-    engine.submit(Request([65], 1, GREEDY, session=name)).result()
-    return time.perf_counter() - began
+    stream = engine.submit(Request([65], 4, GREEDY, session=name))
+    stream.waited(60)
+    seconds = time.perf_counter() - began
+    stream.result()
+    return seconds
 
 
 def compare_bytes(checkpoint: Checkpoint, args: argparse.Namespace) -> None:

@@ -79,12 +79,16 @@ def encode(captured: Captured, identity: Identity) -> bytes:
     bad = [name for name, x in tensors.items() if not finite(x)]
     if bad:
         raise SnapshotError(f"the state at position {position} is not finite in {', '.join(bad[:4])}; nothing was written")
+    return _bytes(tensors, position, _checksum(tensors, position), identity)
+
+
+def _bytes(tensors: dict[str, Tensor], position: int, checksum: str, identity: Identity) -> bytes:
     about = {
         "format": str(FORMAT),
         "model": identity.model,
         "tokenizer": identity.tokenizer,
         "position": str(position),
-        "checksum": _checksum(tensors, position),
+        "checksum": checksum,
     }
     # one entry: safetensors writes several in no fixed order, and the same content must give the same bytes
     return _safetensors(tensors, {"snapshot": json.dumps(about, sort_keys=True)})
@@ -124,16 +128,15 @@ def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
         if x.shape != wanted[name].shape or x.dtype != wanted[name].dtype:
             mine = f"{wanted[name].dtype} {list(wanted[name].shape)}"
             raise SnapshotError(f"{name} is {x.dtype} {list(x.shape)}, this model's is {mine}")
-        if not bool(x.isfinite().all()):
+        if not finite(x):
             raise SnapshotError(f"{name} holds values that are not finite")
     if metadata.get("checksum") != _checksum(tensors, position):
         raise SnapshotError("the snapshot's checksum does not match its contents")
+    if _bytes(tensors, position, metadata["checksum"], identity) != data:
+        raise SnapshotError("the snapshot's content is sound, but not in the form that this version writes: it was tampered with")
     for name, x in _parts(model, blank).items():
         x.detach().copy_(tensors[name])
-    state = blank._replace(position=torch.full_like(blank.position, position)).detach()
-    if dump(model, state, 0, identity) != data:
-        raise SnapshotError("the snapshot's content is sound, but not in the form that this version writes: it was tampered with")
-    return state
+    return blank._replace(position=torch.full_like(blank.position, position)).detach()
 
 
 def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:

@@ -194,8 +194,18 @@ class BaseStore(Reader):
 
     def delete(self, tenant: str, id: str, expected_version: int | None = None) -> None:
         """See SessionStore."""
+        tried = False
+
+        def remove(row: Row) -> Write:
+            nonlocal tried
+            tried = True
+            return Write(tenant, id, row, None)
+
         try:
-            self._change(tenant, id, expected_version, None, lambda row: Write(tenant, id, row, None))
+            self._change(tenant, id, expected_version, None, remove)
+        except NotFoundError:
+            if not tried:  # else it is gone, by this call whose answer was lost or by another
+                raise
         except DamagedError:
             self.drop(tenant, id)  # which snapshots it referred to is lost with it: `verify` names those left over
 

@@ -23,7 +23,7 @@ class FolderBlobs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, blobs: Sequence[tuple[str, bytes]]) -> list[str]:
         """Write (hash, data) pairs and return their names; all are on disk then. FullError: none is left behind."""

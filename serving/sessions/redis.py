@@ -5,6 +5,7 @@ only with `appendonly yes`, `appendfsync always` and `maxmemory-policy noevictio
 """
 
 import itertools
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,8 @@ class RedisStore(BaseStore):
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.url, self.prefix, self.patience, self._fixed = url, prefix, min(patience, OPENING_PATIENCE), clock
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", prefix):
+            raise InvalidError(f"prefix {prefix!r}: must be 1 to 64 letters, digits, _ or -")
         self._redis = redis.Redis.from_url(url, socket_timeout=30, socket_connect_timeout=5)
         script: str = resources.files("serving.sessions").joinpath("script.lua").read_text()
         self._script = self._redis.register_script(script)
@@ -207,7 +210,7 @@ class RedisStore(BaseStore):
 
     def read_history(self, tenant: str, id: str) -> Sequence[bytes]:
         """See Backend."""
-        return self._try(self._redis.lrange, self._key("s", tenant, id) + b":history", 0, -1)
+        return self._try(self._redis.lrange, self._key("h", tenant, id), 0, -1)
 
     # --- responses -----------------------------------------------------------------------------------------------
 
@@ -221,12 +224,11 @@ class RedisStore(BaseStore):
 
     def load_response(self, tenant: str, id: str) -> ResponseRow | None:
         """See Backend."""
-        key = self._key("r", tenant, id)
 
         def read() -> Any:
             pipe = self._redis.pipeline(transaction=True)  # head and pieces of one moment
-            pipe.hget(key, "head")
-            pipe.lrange(key + b":pieces", 0, -1)
+            pipe.hget(self._key("r", tenant, id), "head")
+            pipe.lrange(self._key("p", tenant, id), 0, -1)
             return pipe.execute()
 
         head, pieces = self._try(read)

@@ -15,7 +15,9 @@ local freed = {} -- blobs that nobody refers to any more: the caller removes the
 local function later(seconds) return string.format('%.6f', now + tonumber(seconds)) end
 local function member(tenant, id) return tenant .. '\0' .. id end
 local function session_key(tenant, id) return P .. 's:' .. member(tenant, id) end
+local function history_key(tenant, id) return P .. 'h:' .. member(tenant, id) end
 local function response_key(tenant, id) return P .. 'r:' .. member(tenant, id) end
+local function pieces_key(tenant, id) return P .. 'p:' .. member(tenant, id) end
 local function fence() return redis.call('INCR', P .. 'fence') end
 
 local function count(tenant, field, change)
@@ -51,7 +53,7 @@ local function drop_response(tenant, id)
   if not found[1] then return 0 end
   count(tenant, 'responses', -1)
   count(tenant, 'response_bytes', -tonumber(found[1]))
-  redis.call('DEL', key, key .. ':pieces')
+  redis.call('DEL', key, pieces_key(tenant, id))
   redis.call('ZREM', P .. 'responses', member(tenant, id))
   if found[2] ~= '' then redis.call('SREM', P .. 'rs:' .. member(tenant, found[2]), id) end
   if found[3] ~= '' then redis.call('DEL', P .. 'rk:' .. member(tenant, found[3])) end
@@ -64,7 +66,7 @@ local function remove_session(tenant, id)
   if not bytes then return end
   count(tenant, 'sessions', -1)
   count(tenant, 'bytes', -tonumber(bytes))
-  redis.call('DEL', key, key .. ':history')
+  redis.call('DEL', key, history_key(tenant, id))
   for _, index in ipairs({'index', 'idle', 'expiry'}) do redis.call('ZREM', P .. index, name) end
   for _, response in ipairs(redis.call('SMEMBERS', P .. 'rs:' .. name)) do drop_response(tenant, response) end
 end
@@ -80,12 +82,12 @@ local function write_response(r)
   redis.call('HSET', key, 'count', r.count)
   if r.head ~= '' then
     local change = #r.head - tonumber(redis.call('HGET', key, 'bytes'))
-    redis.call('DEL', key .. ':pieces')
+    redis.call('DEL', pieces_key(r.tenant, r.id))
     redis.call('HSET', key, 'head', r.head, 'expires', r.expires, 'running', r.running, 'bytes', #r.head)
     redis.call('ZADD', P .. 'responses', r.expires, member(r.tenant, r.id))
     count(r.tenant, 'response_bytes', change)
   elseif r.piece ~= '' then
-    redis.call('RPUSH', key .. ':pieces', r.piece)
+    redis.call('RPUSH', pieces_key(r.tenant, r.id), r.piece)
   end
 end
 
@@ -128,7 +130,7 @@ local function write_one()
     redis.call('ZADD', P .. 'idle', s.updated, name)
     if s.expires ~= '' then redis.call('ZADD', P .. 'expiry', s.expires, name) else redis.call('ZREM', P .. 'expiry', name) end
     if keep ~= '' then -- cuts fall between pieces: both end at boundaries
-      local list, left = key .. ':history', tonumber(redis.call('HGET', key, 'history') or 0)
+      local list, left = history_key(tenant, id), tonumber(redis.call('HGET', key, 'history') or 0)
       while left > tonumber(keep) do left = left - (#redis.call('RPOP', list) - 8) / 4 end
       for _, piece in ipairs(pieces) do
         redis.call('RPUSH', list, piece)

@@ -64,7 +64,8 @@ class SQLiteStore(BaseStore):
         self._local = threading.local()
         self._open: list[sqlite3.Connection] = []
         self._closed = False
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # what users wrote is nobody else's to read; SQLite gives its other files the same mode
         self._files = FolderBlobs(path.with_name(path.name + "-blobs"))
         with self._errors():
             db = self._db()
@@ -152,12 +153,10 @@ class SQLiteStore(BaseStore):
 
     def scan(self, tenant: str | None, after: Key | None) -> Iterator[Raw]:
         """See Backend."""
-        place = after or ((tenant, "") if tenant is not None else ("", ""))
+        place = after or (tenant or "", "")
+        which = "(tenant, id) > (?, ?)" if tenant is None else "tenant = ? AND id > ?"
         while True:
-            rows = self._query(
-                f"SELECT {RAW} FROM sessions WHERE (tenant, id) > (?, ?) AND (? IS NULL OR tenant = ?) "
-                "ORDER BY tenant, id LIMIT 100", *place, tenant, tenant,
-            )  # fmt: skip
+            rows = self._query(f"SELECT {RAW} FROM sessions WHERE {which} ORDER BY tenant, id LIMIT 100", *place)
             yield from (Raw(*row) for row in rows)
             if not rows:
                 return

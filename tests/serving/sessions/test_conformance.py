@@ -17,7 +17,7 @@ from serving.sessions.errors import (
     StoreError,
 )  # fmt: skip
 from serving.sessions.store import Change, Committed, Content, Lease, Limits, Outcome, Progress, Response, Snapshot
-from tests.serving.sessions.conftest import SETTINGS, Clock, Make
+from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Clock, Make
 
 A = "acme"
 SMALL, LARGE = b"s" * 1000, b"L" * (1 << 20) + b"!"
@@ -63,6 +63,7 @@ def test_only_the_last_256_ids_before_the_boundary_are_recent(store: BaseStore) 
     assert store.get(A, "s").recent == tuple(range(144, 400))
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_everything_is_still_there_when_the_store_is_opened_again(make: Make) -> None:
     first = make()
     feed(first, begin(first), 7, LARGE)
@@ -112,6 +113,7 @@ def test_more_boundaries_are_retained_where_asked(store: BaseStore) -> None:
         assert store.get(A, f"s{retain}").retained == spans
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_a_fork_shares_snapshots_and_goes_its_own_way(store: BaseStore) -> None:
     lease = begin(store)
     feed(store, lease, 10, LARGE)
@@ -334,6 +336,21 @@ def test_names_that_could_mean_something_else_are_refused(store: BaseStore, name
     for call in (lambda: store.create(A, name, SETTINGS), lambda: store.get(name, "s"), lambda: store.list(name)):
         with pytest.raises(InvalidError, match="must be 1 to 128"):
             call()
+
+
+def test_no_name_can_be_taken_for_a_part_of_another(store: BaseStore) -> None:
+    ids = ["x", "x:history", "x:pieces", "h:x", "s:x"]
+    for id in ids:
+        lease = begin(store, id, keep_history=True)
+        store.begin(Response(A, id, id, id, "hash", {}, 0))
+        made(store.commit([Change(lease, 0, range(10), Snapshot(8, id.encode()), response=Progress(id, 0, [1]))]))
+        store.release([lease])
+    for id in ids:
+        assert store.history(A, id) == tuple(range(10))
+        assert store.snapshot(store.get(A, id)) == id.encode()
+        assert [x.ids for x in store.responses(A, id)] == [(1,)]
+        store.delete(A, id)
+    assert list(store.verify()) == []
 
 
 def test_an_expired_session_is_gone_at_once_and_evicted_with_all_that_is_its(make: Make, clock: Clock) -> None:

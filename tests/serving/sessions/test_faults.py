@@ -89,6 +89,7 @@ def writer(make: Make, pipe: Connection) -> None:
     run_lanes(make(), 0.2, 10**6, lambda position: os.write(pipe.fileno(), b"%d\n" % position) and None)
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_a_writer_killed_at_any_moment_loses_nothing_and_the_next_goes_on(make: Make) -> None:
     first = make()
     create_lanes(first)
@@ -522,6 +523,7 @@ def test_a_damaged_session_does_not_hide_the_others_and_can_be_deleted(tmp_path:
     store.close()
 
 
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
 def test_files_that_a_crashed_writer_left_are_collected_when_they_are_old(make: Make, tmp_path: Path) -> None:
     store = make()
     one_of_everything(store)
@@ -563,6 +565,15 @@ def test_a_redis_that_could_lose_answers_is_refused_unless_that_is_accepted(tmp_
     finally:
         store.close()
         server.kill()
+
+
+def test_what_users_wrote_is_readable_by_nobody_else(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "new" / "s.db")
+    one_of_everything(store)
+    for path in (tmp_path / "new").rglob("*"):
+        if path.parent.name != "s.db-blobs":  # the folder is closed
+            assert path.stat().st_mode & 0o077 == 0, path
+    store.close()
 
 
 def test_a_file_that_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
