@@ -187,7 +187,7 @@ async def load(cluster: Cluster, checkpoint: Checkpoint, args: argparse.Namespac
                     *events, buffer = buffer.split(b"\n\n")
                     for event in events:
                         fields = dict(
-                            line.split(": ", 1) for line in event.decode().splitlines() if ": " in line and line[0] in "id"
+                            line.split(": ", 1) for line in event.decode().split("\n") if ": " in line and line[0] in "id"
                         )
                         data = fields.get("data", "")
                         if not data.startswith("{"):

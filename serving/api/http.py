@@ -215,7 +215,8 @@ class EventStream(Response):
 
 def event(data: dict[str, Any] | str, id: str | None = None) -> bytes:
     """One event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    # ASCII only: some clients take U+2028 and its like for the end of a line
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
     return (f"id: {id}\ndata: {text}\n\n" if id else f"data: {text}\n\n").encode()
 
 
