@@ -59,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_pretrained(model, checkpoint.tokenizer, folder / "bench")
-        cluster = Cluster(folder, folder / "bench", free_port(), "--set", "engine.lanes=64", *(
+        cluster = Cluster(folder, folder / "bench", free_port(), "--set", "engine.lanes=64", "--set", "engine.queue=64", *(
             ["--set", "scaling.replicas=1"] if args.part == "speed" else []
         ))  # fmt: skip
         try:

@@ -117,7 +117,7 @@ class HttpSettings(Schema):
     body_seconds: float = Field(30.0, gt=0)
     """A client that takes longer to send its request is answered with 408."""
     coalesce: float = Field(0.02, ge=0, le=1)
-    """Seconds that tokens are gathered for one event, after the first, which comes at once. With 32 streams twice as long."""
+    """Seconds that tokens are gathered for one event, after the first, which comes at once. Longer with more than 8 streams."""
     ongoing: int = Field(512, ge=1)
     """Requests that one ingress replica handles at once."""
     queued: int = Field(1024, ge=1)

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 from lm.model.pretrained import Checkpoint
 from serving.api.errors import ApiError
-from serving.engine import Engine, Event, Request, Usage
+from serving.engine import Engine, Event, QueueFullError, Request, Usage
 from serving.engine.opening import identity
 from serving.sessions.store import Content, SessionStore
 
+CROWD = 8
+"""Streams from which on each gets its events more seldom, so that all together cost no more."""
 PROGRESS_SECONDS = 0.5
 """Between two signs of life while a long prompt is read."""
 
@@ -62,6 +64,9 @@ class LocalEngine:
 
     async def generate(self, request: Request, progress: bool = False) -> AsyncGenerator[Chunk]:
         """See EngineClient."""
+        limit = self.engine.config.queue
+        if sum(self.engine.load) >= limit:
+            raise QueueFullError(f"{limit} requests are in lanes or waiting for one, and no more are allowed; try again later")
         stream = self.engine.submit(request)
         events = aiter(stream)
         waiting: asyncio.Future[Event] | None = None
@@ -79,7 +84,7 @@ class LocalEngine:
                 if event.finish is not None:
                     return
                 # what comes meanwhile is one event; the more streams, the fewer events each
-                await asyncio.sleep(self.coalesce * max(1.0, self.engine.load[0] / 16))
+                await asyncio.sleep(self.coalesce * max(1.0, self.engine.load[0] / CROWD))
         finally:
             stream.cancel()
             if waiting is not None:

@@ -27,7 +27,8 @@ def open_configured_store(config: ServeConfig) -> BaseStore:
 def make_engine(checkpoint: Checkpoint, config: ServeConfig, store: BaseStore) -> Engine:
     """An engine as a configuration wants it."""
     own = config.engine
-    settings = EngineConfig(own.lanes, own.queue, own.snapshot_segments, own.lease, own.threads)
+    # requests that come together wait a moment before they get the lanes that are free: see LocalEngine
+    settings = EngineConfig(own.lanes, own.lanes + own.queue, own.snapshot_segments, own.lease, own.threads)
     return Engine(checkpoint, settings, store)
 
 

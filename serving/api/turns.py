@@ -140,11 +140,11 @@ class Turns:
 
     def known(self, session: Session, attempt: Attempt) -> Response | None:
         """The response of an earlier request that this one repeats: by its key, or as the retry that the client says it is."""
+        if attempt.key is None and not attempt.retry:
+            return None
         ids = self._ids(session)
         if attempt.key is not None:
             ids = [id for id in ids if id.endswith(_mark_of(attempt.key))]
-        elif not attempt.retry:
-            return None
         found = self._load(session, ids[0]) if ids else None
         if found is None or found.request != attempt.digest or found.key != attempt.key:
             return None
