@@ -76,6 +76,7 @@ class Cluster:
         within(20, lambda: socket.create_connection(("127.0.0.1", self.redis_port), 1).close() or True)
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={self.gcs_port}"]
         more = ["--include-dashboard=false", "--num-cpus=4", f"--temp-dir={self.temp}", "--object-store-memory=100000000"]
+        more += [f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"]
         subprocess.run([*ray, *more, "--disable-usage-stats"], env=self.environment, check=True, capture_output=True, timeout=120)
         store = f"redis://127.0.0.1:{self.redis_port}/1"
         arguments = [f"127.0.0.1:{self.gcs_port}", str(self.http), str(folder / "model"), store]
