@@ -264,5 +264,5 @@ def test_the_services_metrics_come_out_of_a_live_ray_under_the_names_that_querie
             except OSError:
                 continue
     finally:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert missing == set()

@@ -68,7 +68,7 @@ def test_two_nodes_train_a_lost_node_ends_the_other_and_both_resume(
     done = max(int(folder.name.removeprefix("step-")) for folder in (out / "checkpoints").glob("step-*"))
     last = train_command(experiment, out, after, *settings, f"training.steps={done + 3}")
     both = nodes(hostfile, port + 1, [*last, "--resume"])
-    ended = [process.communicate(timeout=120) for process in both]
+    ended = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], ended
     assert f"resuming {out} behind step {done}" in ended[0][0]
     assert len(losses(out)) == done + 3

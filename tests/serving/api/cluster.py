@@ -120,7 +120,7 @@ class Cluster:
         return found
 
     def http(self, **more: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **more)
+        return httpx.Client(base_url=self.url, timeout=120, **more)
 
     def metrics(self) -> dict[str, float]:
         """Sums over all series, by name."""

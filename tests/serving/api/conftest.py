@@ -31,7 +31,7 @@ class Running:
     service: Service
 
     def http(self, **more: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, **more)
+        return httpx.Client(base_url=self.url, timeout=120, **more)
 
     def client(self, **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **more})
