@@ -149,8 +149,7 @@ def test_5_a_client_that_leaves_frees_the_lane_and_the_journal_holds_what_was_ge
 
 
 def test_6_overload_is_refused_in_bounds_and_passes(cluster: Cluster) -> None:
-    """Four times what lanes and queues hold: some are refused as API errors, the others are answered, then all is well."""
-    began = time.monotonic()
+    """Four times what lanes and queues hold: some are refused as API errors, the others are answered in bounded time."""
 
     def ask(_: int) -> tuple[int, float, dict]:
         start = time.monotonic()
@@ -159,6 +158,7 @@ def test_6_overload_is_refused_in_bounds_and_passes(cluster: Cluster) -> None:
         return answer.status_code, time.monotonic() - start, answer.json()
 
     with ThreadPoolExecutor(256) as pool:
+        full = max(seconds for _, seconds, _ in pool.map(ask, range(64)))
         results = list(pool.map(ask, range(256)))
     codes = [code for code, _, _ in results]
     assert set(codes) <= {200, 429, 503}
@@ -167,7 +167,8 @@ def test_6_overload_is_refused_in_bounds_and_passes(cluster: Cluster) -> None:
     for code, _, body in results:
         if code != 200:
             assert body["error"]["code"] in ("overloaded", "service_overloaded")
-    assert max(seconds for code, seconds, _ in results if code == 200) < time.monotonic() - began + 1
+    # 192 refusals share the two cores with the work, so not quite as quick as when the service is just full
+    assert max(seconds for code, seconds, _ in results if code == 200) < 3 * full + 5
     for _ in range(5):
         assert ask(0)[0] == 200
 
