@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ class Cluster:
     """`ray start --head` with its control store in Redis, and the service on it."""
 
     def __init__(self, folder: Path) -> None:
-        self.temp = Path(f"/tmp/pmi-gcs-{os.getpid()}")  # short: Ray puts sockets there
+        self.temp = Path(tempfile.mkdtemp(prefix="pmi-gcs-"))  # short: Ray puts sockets there
         self.redis_port, self.gcs_port, self.http = free_port(), free_port(), free_port()
         conf = str(DEPLOY / "serve/redis.conf")
         self.redis = subprocess.Popen(
@@ -70,6 +71,7 @@ class Cluster:
         self.environment = {
             **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_REDIS_ADDRESS": f"127.0.0.1:{self.redis_port}",
             "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",
         }  # fmt: skip
         torch.manual_seed(0)
         save_pretrained(PMI(load_model_config("tiny")), ByteTokenizer(), folder / "model")
