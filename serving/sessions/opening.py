@@ -15,15 +15,15 @@ FORMS = (
 )
 
 
-def default_file(environment: Mapping[str, str] = os.environ) -> Path:
+def default_file(environment: Mapping[str, str] | None = None) -> Path:
     """The database in the user's data folder."""
-    data = environment.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    data = (os.environ if environment is None else environment).get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(data) / "pmi" / "sessions.db"
 
 
-def store_url(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
+def store_url(given: str | None, environment: Mapping[str, str] | None = None) -> str:
     """The URL given, else that in PMI_STORE, else the default."""
-    return given or environment.get("PMI_STORE") or "sqlite:///"
+    return given or (os.environ if environment is None else environment).get("PMI_STORE") or "sqlite:///"
 
 
 def open_store(url: str | None = None, durability: str = "full", limits: Limits | None = None) -> BaseStore:

@@ -74,8 +74,9 @@ def whole_text(folder: Path, split: str) -> bytes:
 
 
 DRIVER = """
-import sys
+import signal, sys
 from lm.data import shards
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests themselves run in the background
 shards.SHARD_BYTES = 1 << 15
 from lm.cli import app, run
 sys.exit(run(app, sys.argv[1:]))

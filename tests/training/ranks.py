@@ -113,6 +113,7 @@ def main() -> None:
                 stop(trainer, job["stop"])
             trainer.run()
             trainer.close()
+    world.close()  # threads of the group must not outlive the interpreter
 
 
 if __name__ == "__main__":
