@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lm.commands import Commands, run, stderr, stdout
+from lm.commands import Commands, Device, run, stderr, stdout
 from lm.data.cli import app as data_app
 from lm.errors import collecting, noting
 from lm.evaluation.cli import mount as mount_evaluation
@@ -24,7 +24,6 @@ mount_evaluation(app)
 mount_tasks(app)
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**63 - 1)]
 
 

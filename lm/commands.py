@@ -3,7 +3,7 @@
 import io
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,6 +12,10 @@ from typer.core import TyperCommand
 from lm.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Device = Annotated[
+    str, typer.Option("--device", help="Where the model runs: auto, cpu, cuda or cuda:N (GPUs are untested so far).")
+]
+"""The flag of every command that runs a model; `lm.model.pretrained.resolve_device` reads it."""
 stdout = Console()
 stderr = Console(stderr=True, highlight=False)
 # typer brings its own copy of click in some versions; this is the base of its errors about flags in any

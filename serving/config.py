@@ -43,6 +43,8 @@ class EngineSettings(Schema):
     """Requests that may wait for a lane; more are answered with 429."""
     threads: int | None = Field(1, ge=1)
     """Threads of torch in each replica (null: torch's own choice)."""
+    device: str = "auto"
+    """Where a replica's model runs: auto, cpu or cuda, which needs `scaling.engine_gpus` (GPUs are untested so far)."""
     lease: float = Field(4.0, gt=0.1, le=60)
     """Seconds after which a crashed replica's sessions are free again."""
     snapshot_segments: int = Field(32, ge=1)
@@ -63,6 +65,7 @@ class ScalingSettings(Schema):
     engine_cpus: float = Field(0.1, ge=0)
     """Cores that Ray reserves for an engine replica (not a limit)."""
     engine_gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray gives to an engine replica; without any it sees none."""
     drain: float = Field(120.0, ge=0)
     """Seconds that a replica that is to stop may go on with its streams; longer ones are cut off, and can be resumed."""
     health_period: float = Field(2.0, gt=0)
@@ -166,6 +169,11 @@ class ServeConfig(Schema):
             problems.append(
                 f"http.host {self.http.host!r}: without API keys only 127.0.0.1 is allowed; make one with `pmi keys create`, "
                 "then give its file as `keys`"
+            )
+        if self.engine.device.startswith("cuda") and not self.scaling.engine_gpus:
+            problems.append(
+                f"engine.device {self.engine.device!r}: Ray shows a replica only the GPUs that are reserved for it; "
+                "--set scaling.engine_gpus=1"
             )
         if self.http.throughput and self.keys is None:
             problems.append("http.throughput: its proxy listens on all interfaces, which needs API keys; see `pmi keys create`")

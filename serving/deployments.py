@@ -62,7 +62,7 @@ class EngineReplica:
         check_store(self.config)
         if self.config.engine.threads is not None:
             torch.set_num_threads(self.config.engine.threads)
-        checkpoint, self.model = load_model(entry.checkpoint, entry.called)
+        checkpoint, self.model = load_model(entry.checkpoint, entry.called, self.config.engine.device)
         self.store = open_configured_store(self.config)
         self.engine = make_engine(checkpoint, self.config, self.store)
         self.local = LocalEngine(self.engine, self.model, self.store, self.config.http.coalesce)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from lm.commands import Commands, stderr, stdout
+from lm.commands import Commands, Device, stderr, stdout
 from lm.errors import UserError, collecting, noting
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port of the API (0: a free one).", min=0, max=65535)] = None,
     keys: Annotated[Path | None, typer.Option(help="A file of API keys (see pmi keys create).")] = None,
     metrics_port: Annotated[int, typer.Option(help="Port of the metrics (0: a free one).", min=0, max=65535)] = 0,
+    device: Device = "auto",
     set_: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")
     ] = [],  # noqa: B006
@@ -52,13 +53,13 @@ def serve(
     that runs already use `serve run serving.app:build` or `serve deploy` (docs/serving.md). With SIGHUP it reads --config again
     and changes over without interruption.
     """
-    from lm.model.pretrained import CONFIG, WEIGHTS
+    from lm.model.pretrained import CONFIG, WEIGHTS, resolve_device
     from serving.config import ServeConfig, load_serve_config
 
     changes: dict[str, Any] = {}
     for key, value in {
         "store": store, "scaling.replicas": replicas, "http.host": host, "http.port": port,
-        "keys": None if keys is None else str(keys.resolve()),
+        "keys": None if keys is None else str(keys.resolve()), "engine.device": None if device == "auto" else device,
     }.items():  # fmt: skip
         if value is not None:
             changes[key] = value
@@ -72,6 +73,8 @@ def serve(
         loaded = ServeConfig()
         with noting(problems):
             loaded = load()
+        with noting(problems):
+            resolve_device(loaded.engine.device)
         serving = [model for model in loaded.models if model.use != "retired"]
         if not any(model.use == "all" for model in serving) and not problems:
             problems.append("--checkpoint: is required, or `models` in --config; `pmi demo` makes a model to try")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm.commands import Commands, stdout
+from lm.commands import Commands, Device, stdout
 from lm.errors import UserError
 from serving.serve_cli import free_port
 
@@ -33,9 +33,10 @@ def tour(
     checkpoint: Annotated[Path, typer.Option(help="The model to serve.")] = Path("runs/demo/model"),
     store: Annotated[Path, typer.Option(help="Where the session is kept.")] = Path("runs/demo/sessions.db"),
     tokens: Annotated[int, typer.Option(help="Tokens of each turn.", min=1)] = 120,
+    device: Device = "auto",
 ) -> None:
     """Serve a model, stream two turns of a session from it, and stop: the whole way in one command."""
-    with _served(checkpoint, store) as address:
+    with _served(checkpoint, store, device) as address:
         stdout.print(f"serving {checkpoint} at {address}", highlight=False, soft_wrap=True)
         session = _ask(address, "/v1/sessions", {})["id"]
         for turn in TURNS:
@@ -51,12 +52,12 @@ def tour(
 
 
 @contextlib.contextmanager
-def _served(checkpoint: Path, store: Path) -> Iterator[str]:
+def _served(checkpoint: Path, store: Path, device: str) -> Iterator[str]:
     """A `pmi serve` of our own, up."""
     port = free_port()
     store.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "serving.cli", "serve", "--checkpoint", str(checkpoint), "--port", str(port)]
-    command += ["--store", f"sqlite:///{store.resolve()}"]
+    command += ["--store", f"sqlite:///{store.resolve()}", "--device", device]
     with stdout.status("starting the service"):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         address, give_up = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from lm.commands import run
 from serving.cli import app
@@ -40,6 +41,34 @@ def test_help_lists_every_command() -> None:
 def test_every_commands_help_shows_a_worked_example(path: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, [*path, "--help"]) == 0
     assert f"Example: pmi {' '.join(path)}" in " ".join(capsys.readouterr().out.split())
+
+
+RUNS_NO_MODEL = {
+    "data prepare", "data inspect", "model show", "export", "plot", "keys create", "keys ls", "keys rm", "babilong make",
+    "sessions ls", "sessions fork", "sessions rollback", "sessions export", "sessions import", "sessions rm", "sessions verify",
+    "sessions evict",
+}  # fmt: skip
+"""Every other command, and every new one, must have --device."""
+
+
+@pytest.mark.parametrize("path", [path for path in commands() if " ".join(path) not in RUNS_NO_MODEL], ids=" ".join)
+def test_every_command_that_runs_a_model_has_device_and_refuses_one_that_is_not_there(
+    path: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]  # type: ignore[attr-defined]
+    arguments = []
+    for parameter in command.params:
+        if parameter.required:  # 1 is a number, and the name of a folder that is not there
+            arguments += [parameter.opts[0], "1"] if parameter.opts[0].startswith("-") else ["1"]
+    if path == ["sessions", "show"]:  # its model is optional
+        arguments += ["--checkpoint", "1"]
+    assert run(app, [*path, *arguments, "--device", "warp"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "--device 'warp': not a device of this machine, which has cpu" in error
+    assert "give one of these, or auto" in error
 
 
 def test_every_mistake_in_the_flags_is_named_at_once() -> None:

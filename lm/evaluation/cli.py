@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lm.commands import CheckedCommand, Commands, stderr, stdout
+from lm.commands import CheckedCommand, Commands, Device, stderr, stdout
 from lm.errors import UserError, collecting, noting
 from lm.evaluation.peer_cli import evaluate_peer
 
@@ -61,7 +61,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16: the type the model computes in.")] = "float32",
     lanes: Annotated[int | None, typer.Option(help="Most documents read side by side (default: by size).", min=1)] = None,
     call_tokens: Annotated[int | None, typer.Option(help="Tokens of one call of the model, about.", min=1)] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")] = "auto",
+    device: Device = "auto",
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Spread documents over a Ray cluster: local, auto, HOST:PORT or ray://HOST:PORT."),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lm.commands import stderr, stdout
+from lm.commands import Device, stderr, stdout
 
 
 def evaluate_peer(
@@ -17,7 +17,7 @@ def evaluate_peer(
     stride: Annotated[int | None, typer.Option(help="Tokens that each window predicts (default: half the context).")] = None,
     documents: Annotated[str | None, typer.Option(metavar="A,B", help="Only these documents, by name.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Measure a Hugging Face model on the same documents, with a sliding window; every token is predicted once."""
     import time

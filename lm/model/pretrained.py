@@ -100,16 +100,19 @@ def from_pretrained(folder: Path, device: torch.device | str = "cpu") -> Checkpo
     return Checkpoint(model.to(device).eval(), tokenizer, fingerprint(model))
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda`, `cuda:1`, ... as a device that exists; UserError otherwise. CUDA is untested so far."""
+def devices() -> list[str]:
+    """The devices of this machine that a model can run on."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
+
+
+def resolve_device(name: str, key: str = "--device") -> torch.device:
+    """`auto` (a GPU where there is one), or a device of this machine; UserError otherwise. GPUs are untested so far."""
+    present = devices()
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name!r}: not a device; use auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name!r}: this torch sees no GPU; use --device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name!r}: only cpu and cuda are supported")
-    return device
+        return torch.device("cuda" if "cuda" in present else "cpu")
+    if name not in present:
+        raise UserError(
+            f"{key} {name!r}: not a device of this machine, which has {', '.join(present)}; give one of these, or auto"
+        )
+    return torch.device(name)

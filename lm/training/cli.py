@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lm.commands import Commands, stderr, stdout
-from lm.errors import UserError
+from lm.commands import Commands, Device, stderr, stdout
+from lm.errors import UserError, collecting, noting
 
 Run = Annotated[Path, typer.Argument(help="A run's folder (the --out of `pmi train`).")]
 
@@ -33,23 +33,29 @@ def train(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve Prometheus metrics of the first process on this port.", min=1, max=65535)
     ] = None,
+    device: Device = "auto",
 ) -> None:
     """Train a model, on one process or under a launcher; run the same command again to go on."""
     from lm.config import load_run_config
+    from lm.model.pretrained import resolve_device
     from lm.training.backends import load_deepspeed
     from lm.training.trainer import Trainer
     from lm.training.world import World
 
-    settings = load_run_config(config, set_)
-    if settings.training.backend == "deepspeed":
-        load_deepspeed(settings.training.deepspeed)  # complain before processes wait for each other
+    with collecting() as problems:  # complain before processes wait for each other
+        with noting(problems):
+            target = resolve_device(device)
+        with noting(problems):
+            settings = load_run_config(config, set_)
+            if settings.training.backend == "deepspeed":
+                load_deepspeed(settings.training.deepspeed)
     if settings.training.weight_decay >= 0.2 and os.environ.get("RANK", "0") == "0":
         stderr.print(
             f"warning: training.weight_decay {settings.training.weight_decay} is the paper's or near it; "
             "with AdamW, values near 0.1 are usual",
             markup=False,
         )
-    world = World(settings.training.backend == "deepspeed", settings.training.timeout)
+    world = World(settings.training.backend == "deepspeed", settings.training.timeout, target)
     trainer = None
     try:
         trainer = Trainer(settings, out, world, stdout, resume=resume, init_from=init_from, metrics_port=metrics_port)

@@ -22,10 +22,10 @@ class Report:
 
     def __init__(
         self, run: Path, console: Console, *, total: int, done: int, per_bit: bool, every: int, flops_per_token: float,
-        processes: int, port: int | None,
+        processes: int, device: torch.device, port: int | None,
     ) -> None:  # fmt: skip
         self.console, self.total, self.per_bit, self.every = console, total, per_bit, every
-        self.flops_per_token, self.peak = flops_per_token, processes * measured_peak()
+        self.flops_per_token, self.peak = flops_per_token, processes * measured_peak(device)
         self._cut(run / METRICS, done)
         self._file = (run / METRICS).open("a", buffering=1)
         self._board = _board(run / "tensorboard", done)
@@ -59,14 +59,14 @@ class Report:
         span = self._times[-1][0] - self._times[0][0]
         speed = sum(tokens for _, tokens in list(self._times)[1:]) / max(span, 1e-9)
         left = (self.total - step) * span / max(1, len(self._times) - 1)
-        unit, value = self.measure(figures["loss"]) if figures["loss"] is not None else ("loss", math.nan)
+        unit, value = self.measure(math.nan if figures["loss"] is None else figures["loss"])
         utilisation = speed * self.flops_per_token / self.peak
         row = {"kind": "train", "step": step, **figures, unit: value, "tokens_per_second": speed, "utilisation": utilisation}
         self._file.write(json.dumps({key: _finite(entry) for key, entry in row.items()}) + "\n")
         norms = f"gradient {_short(figures['gradient_norm'])}  memory {_short(figures['memory_norm'])}"
         line = (
-            f"{unit} {value:.4g}  {speed:,.0f} tokens/s  lr {figures['learning_rate']:.2e}  {norms}"
-            f"  {utilisation:.0%} of peak  {clock(left)} left"
+            f"loss {_short(figures['loss'])}  {unit} {value:.4g}  {speed:,.0f} tokens/s  lr {figures['learning_rate']:.2e}"
+            f"  {norms}  {utilisation:.0%} of peak  {clock(left)} left"
         )
         self._progress.update(self._task, completed=step, description=line)
         if step % self.every and step != self.total:
@@ -141,15 +141,16 @@ class _Gauges:
         self._server.server_close()
 
 
-def measured_peak() -> float:
+def measured_peak(device: torch.device) -> float:
     """Floating-point operations per second that this process reaches on a large product: the peak that use is measured by."""
-    a = torch.ones(512, 512)
+    width = 512 if device.type == "cpu" else 4096  # a GPU needs more to be busy
+    a = torch.ones(width, width, device=device)
     best = math.inf
     for _ in range(8):
         start = time.perf_counter()
-        a @ a
+        float((a @ a)[0, 0])  # waits for it
         best = min(best, time.perf_counter() - start)
-    return 2 * 512**3 / best
+    return 2 * width**3 / best
 
 
 def clock(seconds: float) -> str:
@@ -159,7 +160,7 @@ def clock(seconds: float) -> str:
 
 
 def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _finite(value: Any) -> Any:

@@ -17,7 +17,7 @@ from lm.config import ModelConfig, RunConfig, load_model_config
 from lm.data.files import write_atomically
 from lm.data.lanes import Batch, Lanes, merge_states
 from lm.data.prepared import Prepared, open_prepared
-from lm.errors import UserError
+from lm.errors import UserError, collecting, noting
 from lm.model import PMI, State
 from lm.model.pretrained import from_pretrained
 from lm.training import checkpoint, measure
@@ -49,9 +49,14 @@ class Trainer:
     ) -> None:  # fmt: skip
         machine.keep_pages()
         self.config, self.out, self.world = config, out, world
-        self.data = open_prepared(config.data)
-        self.model_config = checked_model(config, self.data)
-        self.micro, self.accumulation = split_lanes(config.training.lanes, config.training.micro_batch, world.size)
+        with collecting() as problems:
+            with noting(problems):
+                self.micro, self.accumulation = split_lanes(config.training.lanes, config.training.micro_batch, world.size)
+            data = None
+            with noting(problems):
+                data = self.data = open_prepared(config.data)
+            with noting(problems):
+                self.model_config = checked_model(config, data)
         saved = self._find(resume)
         torch.manual_seed(config.seed)
         model = PMI(self.model_config)
@@ -76,7 +81,7 @@ class Trainer:
             self.report = Report(
                 out, console, total=config.training.steps, done=self.step, per_bit=self.data.tokenizer.kind == "bytes",
                 every=config.training.log_interval, flops_per_token=flops_per_token(self.model_config, parameters),
-                processes=world.size, port=metrics_port,
+                processes=world.size, device=world.device, port=metrics_port,
             )  # fmt: skip
         if saved is not None:
             self._say(f"resuming {out} behind step {self.step}")
@@ -278,11 +283,11 @@ class Trainer:
             self.report.close()
 
 
-def checked_model(config: RunConfig, data: Prepared) -> ModelConfig:
-    """The run's model configuration; UserError where it does not fit the data or cannot learn."""
+def checked_model(config: RunConfig, data: Prepared | None) -> ModelConfig:
+    """The run's model configuration; UserError where it does not fit the data (if there is any) or cannot learn."""
     model = load_model_config(config.model, config.overrides)
     problems = []
-    if model.vocab_size != data.tokenizer.vocab_size:
+    if data is not None and model.vocab_size != data.tokenizer.vocab_size:
         problems.append(
             f"model.vocab_size: {model.vocab_size}, but the tokenizer of {data.folder} has {data.tokenizer.vocab_size} ids; "
             f"--set model.vocab_size={data.tokenizer.vocab_size}"

@@ -12,15 +12,23 @@ import torch.distributed as dist
 
 from lm import machine
 from lm.errors import UserError
+from lm.model.pretrained import resolve_device
 
 
 class World:
     """The processes of a run. Started by a launcher they find each other through its variables; else there is one."""
 
-    def __init__(self, distributed: bool, timeout: int) -> None:
+    def __init__(self, distributed: bool, timeout: int, device: torch.device | None = None) -> None:
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.distributed = distributed
+        self.device = device or resolve_device("auto")  # with `cuda` each process of a node computes on a GPU of its own
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", self.local_rank)
+        elif self.device.type == "cuda" and self.size > 1:
+            raise UserError(
+                f"--device {str(self.device)!r}: one GPU for {self.size} processes; give cuda, each then takes its own"
+            )
         if not distributed:
             if self.size > 1:
                 raise UserError(f"training.backend: plain runs on one process, not on {self.size}; use backend: deepspeed")
@@ -28,6 +36,8 @@ class World:
         if "MASTER_ADDR" not in os.environ:
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
             os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **where})
+        if self.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         deepspeed = import_deepspeed()
         deepspeed.init_distributed(timeout=timedelta(seconds=timeout), verbose=False)
 
@@ -35,11 +45,6 @@ class World:
     def first(self) -> bool:
         """Whether this process writes what is written once."""
         return self.rank == 0
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all processes."""
@@ -72,10 +77,8 @@ class World:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, told where it runs and where its compiled operators are."""
+    """DeepSpeed, told where its compiled operators are."""
     folder = machine.extensions_folder()
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     locks = [str(lock) for lock in folder.glob("*/lock")]
     if locks:
         raise UserError(

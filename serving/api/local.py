@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lm.model.pretrained import Checkpoint, from_pretrained
+from lm.model.pretrained import Checkpoint, from_pretrained, resolve_device
 from serving.api.engines import LocalEngine, ModelInfo, describe
 from serving.api.service import Service
 from serving.api.turns import Served
@@ -32,9 +32,9 @@ def make_engine(checkpoint: Checkpoint, config: ServeConfig, store: BaseStore) -
     return Engine(checkpoint, settings, store)
 
 
-def load_model(folder: Path, name: str) -> tuple[Checkpoint, ModelInfo]:
-    """A checkpoint, and what the API must know of it."""
-    checkpoint = from_pretrained(folder)
+def load_model(folder: Path, name: str, device: str) -> tuple[Checkpoint, ModelInfo]:
+    """A checkpoint on a device, and what the API must know of it."""
+    checkpoint = from_pretrained(folder, resolve_device(device, "engine.device"))
     return checkpoint, describe(name, checkpoint, int((folder / "model.safetensors").stat().st_mtime))
 
 
@@ -47,7 +47,7 @@ def local_service(config: ServeConfig) -> Iterator[Service]:
         served = []
         for model in config.models:
             if model.use != "retired":
-                checkpoint, info = load_model(model.checkpoint, model.called)
+                checkpoint, info = load_model(model.checkpoint, model.called, config.engine.device)
                 engine = stack.enter_context(make_engine(checkpoint, config, store))
                 served.append(
                     Served(LocalEngine(engine, info, store, config.http.coalesce), checkpoint.tokenizer, model.use == "all")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lm.commands import Commands, stderr
+from lm.commands import Commands, Device, stderr
 from lm.errors import UserError, collecting, noting
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Seed of the draws (default: the session's, else 0).", min=0, max=2**63 - 1)
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Continue a text, streaming to the terminal.
 

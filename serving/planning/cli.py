@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from lm.commands import Commands, stderr, stdout
-from lm.errors import collecting
+from lm.commands import Commands, Device, stderr, stdout
+from lm.errors import collecting, noting
 
 if TYPE_CHECKING:
     from serving.planning.figures import Figures
@@ -41,6 +41,7 @@ def plan(
     store: Annotated[
         str | None, typer.Option(help="Where --measure keeps its sessions (default: a file that is removed).")
     ] = None,
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the simulation.", min=0)] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -49,6 +50,7 @@ def plan(
     Computed from measured figures, then simulated.
     """
     from lm.config import load_model_config
+    from lm.model.pretrained import resolve_device
     from serving.planning.figures import load_figures
     from serving.planning.plan import Wish, make_plan
     from serving.planning.simulate import Load
@@ -58,12 +60,15 @@ def plan(
             problems.append(f"--figures {figures}: no such file; add --measure to measure them and write them there")
         if store is not None and not measure:
             problems.append(f"--store {store}: is for --measure, which was not asked for")
-    config = load_model_config(preset, ["dropout=0"])
+        with noting(problems):
+            target = resolve_device(device)
+        with noting(problems):
+            config = load_model_config(preset, ["dropout=0"])
     if measure:
         from serving.planning.measure import measure as measured
 
         with stderr.status("measuring") as status:
-            found = measured(preset, config, lanes, threads, store, lambda what: status.update(f"measuring: {what}"))
+            found = measured(preset, config, lanes, threads, store, lambda what: status.update(f"measuring: {what}"), target)
         if figures is not None:
             found.save(figures)
     else:

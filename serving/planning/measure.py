@@ -45,7 +45,7 @@ def lane_counts(most: int) -> list[int]:
 
 def measure(
     preset: str, config: ModelConfig, lanes: int, threads: int, store_url: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None, device: torch.device | None = None,
 ) -> Figures:  # fmt: skip
     """Figures of an engine with up to `lanes` lanes. `store_url`: where sessions go (default: a SQLite file that is removed)."""
     machine.keep_pages()
@@ -54,17 +54,18 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="pmi-plan-") as folder:
         store = open_store(store_url or f"sqlite:///{folder}/sessions.db")
         try:
-            return _measure(preset, config, lanes, threads, store, say)
+            return _measure(preset, config, lanes, threads, store, say, device or torch.device("cpu"))
         finally:
             store.close()
             torch.set_num_threads(before)
 
 
 def _measure(
-    preset: str, config: ModelConfig, lanes: int, threads: int, store: SessionStore, say: Callable[[str], None]
-) -> Figures:
+    preset: str, config: ModelConfig, lanes: int, threads: int, store: SessionStore, say: Callable[[str], None],
+    device: torch.device,
+) -> Figures:  # fmt: skip
     torch.manual_seed(0)
-    model = draw_zeros(PMI(config)).eval()
+    model = draw_zeros(PMI(config)).eval().to(device)
     checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
     t = config.segment
     resident = _resident()
@@ -113,7 +114,7 @@ def _measure(
             store.delete(LOCAL, session.id)
     return Figures(
         preset=preset,
-        machine=f"{_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
+        machine=f"{_processor(device)}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         segment=t, layers=config.layers, width=config.width, step=steps,
         read_call=read_call, read_token=per_token,
         open={0: [max(0.0, x) for x in alone[2:]], half: [max(0.0, x) for x in beside[2:]]},
@@ -177,7 +178,9 @@ def _resident() -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
-def _processor() -> str:
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

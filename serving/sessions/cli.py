@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from lm.commands import Commands, stderr, stdout
+from lm.commands import Commands, Device, stderr, stdout
 from lm.errors import UserError, collecting, noting
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def show(
     tenant: Tenant = "local",
     json_: Json = False,
     durability: Durability = "full",
+    device: Device = "auto",
 ) -> None:
     """Everything about a session, and with --plot a picture of its memory.
 
@@ -96,10 +97,12 @@ def show(
     with collecting() as problems:
         if plot is not None and checkpoint is None:
             problems.append(f"--plot {plot}: needs --checkpoint, the folder of the session's model")
+        if device != "auto" and checkpoint is None:
+            problems.append(f"--device {device!r}: is for the model in --checkpoint, which was not given")
         loaded = None
         if checkpoint is not None:
             with noting(problems):
-                loaded = _load(checkpoint)
+                loaded = _load(checkpoint, device)
     with opened(store, durability) as found:
         session = found.get(tenant, name)
         responses = found.responses(tenant, name)
@@ -260,13 +263,14 @@ def migrate(
     store: Store = None,
     tenant: Tenant = "local",
     durability: Durability = "full",
+    device: Device = "auto",
 ) -> None:
     """Read a session's whole history again under another model. Only for sessions that keep their history."""
     from serving.sessions.states import check_checkpoint, read_again, translate
 
     with collecting() as problems:
         with noting(problems):
-            new = _load(to)
+            new = _load(to, device)
         old = None
         if from_ is not None:
             with noting(problems):
@@ -316,10 +320,16 @@ def _bar(what: str, total: int) -> Iterator[Any]:
     yield advance
 
 
-def _load(folder: Path) -> "Checkpoint":
-    from lm.model.pretrained import from_pretrained
+def _load(folder: Path, device: str = "cpu") -> "Checkpoint":
+    from lm.model.pretrained import from_pretrained, resolve_device
 
-    return from_pretrained(folder)
+    with collecting() as problems:
+        with noting(problems):
+            target = resolve_device(device)
+        with noting(problems):
+            loaded = from_pretrained(folder)
+    loaded.model.to(target)
+    return loaded
 
 
 def _row(session: "Session") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from lm.cli import app
 from lm.commands import run
@@ -68,7 +69,7 @@ def test_figures_go_to_lines_metrics_and_tensorboard(
     settings = ["training.backend=plain", "training.steps=5", "evaluation.interval=5", "evaluation.sample=7"]
     assert run(app, train_command(experiment, tmp_path / "run", *settings)) == 0
     out = capsys.readouterr().out
-    for word in ("bpc", "tokens/s", "lr", "gradient", "memory", "of peak", "left", "validation bpc", "The "):
+    for word in ("loss", "bpc", "tokens/s", "lr", "gradient", "memory", "of peak", "left", "validation bpc", "The "):
         assert word in out
     train, validation = ([row for row in rows(tmp_path / "run") if row["kind"] == kind] for kind in ("train", "validation"))
     assert [row["step"] for row in train] == [1, 2, 3, 4, 5]
@@ -98,6 +99,32 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(
         settings = [*PLAIN, *settings]
     assert run(app, train_command(experiment, tmp_path / "run", *settings)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_all_that_is_wrong_with_an_experiment_is_said_at_once(
+    experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["training.backend=plain", "training.segments=1", "training.lanes=7", "data=/nowhere"]
+    assert run(app, train_command(experiment, tmp_path / "run", *wrong)) == 2
+    error = capsys.readouterr().err
+    for part in ("no gradient", "7 lanes cannot be split", "/nowhere"):
+        assert part in error
+    unknown = ["training.deepspeed=zero9", "training.backend=deepspeed"]
+    assert run(app, [*train_command(experiment, tmp_path / "run", *unknown), "--device", "warp"]) == 2
+    error = capsys.readouterr().err
+    for part in ("neither a file nor one of", "--device 'warp'"):
+        assert part in error
+
+
+def test_the_papers_weight_decay_is_in_its_own_presets_only_and_warned_of(
+    experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decays = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs/train").glob("*.yaml")}
+    high = {name for name, values in decays.items() if values.get("training", {}).get("weight_decay", 0) >= 0.2}
+    assert high == {"enwik8-paper", "wikitext103-paper", "pg19-paper"}
+    command = train_command(experiment, tmp_path / "run", *PLAIN, "training.steps=1", "training.weight_decay=0.5")
+    assert run(app, command) == 0
+    assert "weight_decay 0.5 is the paper's" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_deepspeed_file_may_not_decide_what_the_experiment_does(tmp_path: Path) -> None:

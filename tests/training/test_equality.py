@@ -66,8 +66,9 @@ def test_bf16_and_dropout_are_the_same_at_every_stage_and_number_of_processes(
     experiment: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     bf16 = ["training.precision=bf16", "model.dropout=0.1", "training.steps=10"]
-    one = [job(experiment, tmp_path / "plain", *bf16), job(experiment, tmp_path / "one", *bf16, stage=1)]
-    two = [job(experiment, tmp_path / f"two{stage}", *bf16, stage=stage) for stage in (0, 2, 3)]
+    one = [job(experiment, tmp_path / "plain", *bf16)]
+    one += [job(experiment, tmp_path / f"one{stage}", *bf16, stage=stage) for stage in (1, 2, 3)]
+    two = [job(experiment, tmp_path / f"two{stage}", *bf16, stage=stage) for stage in range(4)]
     ranks(1, *one)
     ranks(2, *two)
     wanted = [loss for loss in losses(tmp_path / "plain") if loss is not None]
@@ -82,7 +83,7 @@ def test_activation_checkpointing_and_offload_change_nothing(
     experiment: Path, tmp_path: Path, ranks: Ranks, wanted: list[float]
 ) -> None:
     again = "training.activation_checkpointing=true"
-    jobs = [job(experiment, tmp_path / f"zero{stage}", again, stage=stage) for stage in (1, 3)]
+    jobs = [job(experiment, tmp_path / f"zero{stage}", again, stage=stage) for stage in (1, 2, 3)]
     jobs += [job(experiment, tmp_path / f"offload{n}", f"training.deepspeed=zero{n}-offload", stage=0) for n in (2, 3)]
     ranks(2, *jobs)
     for one in jobs:
