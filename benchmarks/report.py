@@ -1,4 +1,4 @@
-"""The tables of the README and of docs/performance.md, from what the benchmarks measured last (benchmarks/results/).
+"""The tables of the README and the docs, from what the benchmarks measured last (benchmarks/results/).
 
 python -m benchmarks.report           # the README's
 python -m benchmarks.report --all     # everything
@@ -52,6 +52,16 @@ def training() -> list[str]:
     return lines
 
 
+def stages() -> list[str]:
+    """What the stages of ZeRO cost, as ratios of step time."""
+    names = ["plain", "zero0", "zero1", "zero2", "zero3"]
+    lines = ["| processes | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
+    for path in sorted(RESULTS.glob("training_*.json")):
+        ratios = json.loads(path.read_text())["ratios"]
+        lines.append(f"| {path.stem.removeprefix('training_')} | 1 | " + " | ".join(spread(ratios[n]) for n in names[1:]) + " |")
+    return lines
+
+
 def streams() -> list[str]:
     """Decoding over long streams."""
     lines = [
@@ -72,4 +82,4 @@ def streams() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*(training() if "--all" in sys.argv else summary()), "", *streams()]))
+    print("\n".join([*([*training(), "", *stages()] if "--all" in sys.argv else summary()), "", *streams()]))

@@ -110,5 +110,7 @@ def plot(
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
+    from torch.distributed import DistError
+
     text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "connection", "timed out", "peer"))
+    return isinstance(error, DistError) or any(word in text for word in ("gloo", "nccl", "connection", "timed out", "peer"))

@@ -39,7 +39,14 @@ class World:
         if self.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         deepspeed = import_deepspeed()
-        deepspeed.init_distributed(timeout=timedelta(seconds=timeout), verbose=False)
+        try:
+            deepspeed.init_distributed(timeout=timedelta(seconds=timeout), verbose=False)
+        except dist.DistError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+            raise UserError(
+                f"process {self.rank} of {self.size}: not all met at {where} within training.timeout, {timeout} s "
+                f"({str(error).splitlines()[0]}); start all of them, and see that they can reach that address"
+            ) from error
 
     @property
     def first(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -167,8 +168,6 @@ def test_ctrl_c_under_a_launcher_finishes_the_step_saves_and_says_how_to_go_on(e
 
 
 def test_prometheus_serves_the_figures_and_sigterm_saves(experiment: Path, tmp_path: Path) -> None:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -184,6 +183,21 @@ def test_prometheus_serves_the_figures_and_sigterm_saves(experiment: Path, tmp_p
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert "run the same command again" in errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_that_do_not_meet_end_in_time_and_say_where(experiment: Path, tmp_path: Path, rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    alone = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "lm", *train_command(experiment, tmp_path / "run", "training.timeout=10")]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env={**environment(), **alone}, cwd=ROOT, timeout=120, check=False
+    )
+    assert result.returncode == 2, result.stderr
+    assert f"process {rank} of 2: not all met at 127.0.0.1:{port} within training.timeout, 10 s" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_second_signal_ends_at_once() -> None:

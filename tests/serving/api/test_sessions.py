@@ -126,3 +126,9 @@ def test_without_keys_only_this_machine_may_ask() -> None:
         ServeConfig.model_validate({"http": {"host": "0.0.0.0"}})
     with pytest.raises(ValueError, match="needs API keys"):
         ServeConfig.model_validate({"http": {"throughput": True}})
+
+
+def test_a_replica_on_a_gpu_needs_one_reserved() -> None:
+    with pytest.raises(ValueError, match="--set scaling"):
+        ServeConfig.model_validate({"engine": {"device": "cuda"}})
+    assert ServeConfig.model_validate({"engine": {"device": "cuda"}, "scaling": {"engine_gpus": 1}}).engine.device == "cuda"
