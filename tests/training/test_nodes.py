@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,21 @@ def hostfile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run([SCRIPT, "down"], check=True)
 
 
-def nodes(hostfile: Path, port: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
-    """The same run, started on both nodes."""
+@contextmanager
+def nodes(hostfile: Path, port: int, arguments: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """The same run, started on both nodes; what is left of it at the end is killed."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh"]
     where = ["--master_addr", "10.77.0.1", "--master_port", str(port)]
-    return [
+    processes = [
         start([SCRIPT, "run", str(n), *launcher, "--node_rank", str(n), *where, "--module", "lm", *arguments]) for n in range(2)
     ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.needs("ip")
@@ -52,23 +61,17 @@ def test_two_nodes_train_a_lost_node_ends_the_other_and_both_resume(
     settings = ["checkpoint.interval=5", "evaluation.sample=0"]
     endless = train_command(experiment, out, before, *settings, "training.steps=100000", "evaluation.interval=100000")
     port = 29500 + 20 * stage + 4 * resumed
-    processes = nodes(hostfile, port, endless)
-    survivor = processes[1 - lost]
-    try:
+    with nodes(hostfile, port, endless) as processes:
+        survivor = processes[1 - lost]
         wait_for(lambda: list((out / "checkpoints").glob("step-*")))
         os.killpg(processes[lost].pid, signal.SIGKILL)
         _, errors = survivor.communicate(timeout=BOUND)
         assert survivor.returncode != 0
         assert "another process was lost" in errors, errors[-3000:]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     done = max(int(folder.name.removeprefix("step-")) for folder in (out / "checkpoints").glob("step-*"))
     last = train_command(experiment, out, after, *settings, f"training.steps={done + 3}")
-    both = nodes(hostfile, port + 1, [*last, "--resume"])
-    ended = [process.communicate(timeout=300) for process in both]
+    with nodes(hostfile, port + 1, [*last, "--resume"]) as both:
+        ended = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], ended
     assert f"resuming {out} behind step {done}" in ended[0][0]
     assert len(losses(out)) == done + 3
