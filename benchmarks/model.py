@@ -2,19 +2,22 @@
 
     make bench-model                                   (all presets and thread counts)
     python -m benchmarks.model --preset small --threads 1
+    python -m benchmarks.model --preset enwik8 --only '1 in 4, probe, both levels'      (with memory off and the peers)
 
 One forward and backward over lanes x K segments, float32, no dropout, state carried. All contenders run in turns in one process;
-a ratio is tokens/s over the reference's in the same round: median and quartiles.
+a ratio is tokens/s over the reference's in the same round: median and quartiles. Rows of contenders that a run leaves out stay as
+they were measured before.
 """
 
 import argparse
+import json
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import in_turns, ratio, save
+from benchmarks.measure import RESULTS, in_turns, ratio, save
 from benchmarks.peers import gpt2, transformer_xl, transformer_xl_loss
 from lm import machine
 from lm.config import load_model_config
@@ -61,27 +64,34 @@ def main() -> None:
     parser.add_argument("--preset", choices=list(SIZES), action="append")
     parser.add_argument("--threads", type=int, action="append")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(contenders("small")),
+        help="measured beside memory off and the peers (default: all)",
+    )
     args = parser.parse_args()
     machine.keep_pages()
     for preset in args.preset or list(SIZES):
         for threads in args.threads or [1, 2]:
-            measure(preset, threads, args.rounds)
+            measure(preset, threads, args.rounds, args.only)
 
 
-def measure(preset: str, threads: int, rounds: int) -> None:
+def measure(preset: str, threads: int, rounds: int, only: list[str] | None) -> None:
     torch.set_num_threads(threads)
     size, console = SIZES[preset], Console()
     lanes, segments = size["lanes"], size["segments"]
     config = load_model_config(preset, ["memory=off", "dropout=0"])
     tokens = torch.randint(0, config.vocab_size, (lanes, segments * config.segment + 1))
-    named = contenders(preset)
+    everything = contenders(preset)
+    named = {name: found for name, found in everything.items() if only is None or name in only or name == found[0]}
     steps: dict[str, Callable[[], None]] = {}
     for name, (_, overrides) in named.items():
         torch.manual_seed(0)
         steps[name] = _ours(PMI(load_model_config(preset, [*overrides, "dropout=0"])), tokens)
     steps["x-transformers XL"] = _xl(transformer_xl(config), tokens, config.segment)
     steps["GPT-2"] = _gpt2(gpt2(config, config.segment + config.window), tokens, config.segment + config.window)
-    seconds = in_turns(steps, rounds)
+    seconds = in_turns(steps, rounds, warmup=1)
     count = lanes * segments * config.segment
     table = Table("contender", "tokens/s", "over memory off", "over x-transformers XL", "over GPT-2",
                   title=f"{preset}, {threads} thread(s): {lanes} x {segments} x {config.segment} tokens")  # fmt: skip
@@ -101,7 +111,11 @@ def measure(preset: str, threads: int, rounds: int) -> None:
         cells = [str(row[key]) if row[key] else "" for key in ("over_off", "over_xl", "over_gpt2")]
         table.add_row(name, f"{row['tokens_per_second']:,.0f}", *cells)
     console.print(table)
-    save(f"model_{preset}_{threads}", {"preset": preset, "threads": threads, "rounds": rounds, "tokens": count, "rows": rows})
+    path = RESULTS / f"model_{preset}_{threads}.json"
+    before = json.loads(path.read_text())["rows"] if only and path.is_file() else []
+    known = {row["contender"]: row for row in [*before, *rows]}
+    kept = [known[name] for name in dict.fromkeys([*everything, *steps]) if name in known]
+    save(path.stem, {"preset": preset, "threads": threads, "tokens": count, "rows": kept})
 
 
 def _ours(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:

@@ -138,10 +138,17 @@ def test_a_deepspeed_file_may_not_decide_what_the_experiment_does(tmp_path: Path
     assert len(caught.value.problems) == 3
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    env = environment() | (variables or {})
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True
     )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def wait_for(condition, seconds: float = 300) -> None:
@@ -168,10 +175,7 @@ def test_ctrl_c_under_a_launcher_finishes_the_step_saves_and_says_how_to_go_on(e
 
 
 def test_prometheus_serves_the_figures_and_sigterm_saves(experiment: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out = tmp_path / "run"
+    port, out = free_port(), tmp_path / "run"
     settings = ["training.backend=plain", "training.steps=100000", "training.log_interval=1"]
     command = [sys.executable, "-m", "lm", *train_command(experiment, out, *settings), "--metrics-port", str(port)]
     process = start(command)
@@ -185,19 +189,18 @@ def test_prometheus_serves_the_figures_and_sigterm_saves(experiment: Path, tmp_p
     assert "run the same command again" in errors
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_processes_that_do_not_meet_end_in_time_and_say_where(experiment: Path, tmp_path: Path, rank: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    alone = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def test_processes_that_do_not_meet_end_in_time_and_say_where(experiment: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lm", *train_command(experiment, tmp_path / "run", "training.timeout=10")]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env={**environment(), **alone}, cwd=ROOT, timeout=120, check=False
-    )
-    assert result.returncode == 2, result.stderr
-    assert f"process {rank} of 2: not all met at 127.0.0.1:{port} within training.timeout, 10 s" in result.stderr
-    assert "Traceback" not in result.stderr
+    alone = []
+    for rank in range(2):  # each waits for the other, at another place
+        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        alone.append((where | {"MASTER_PORT": str(free_port())}, rank))
+    processes = [start(command, where) for where, _ in alone]
+    for process, (where, rank) in zip(processes, alone, strict=True):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 2, errors
+        assert f"process {rank} of 2: not all met at 127.0.0.1:{where['MASTER_PORT']} within training.timeout, 10 s" in errors
+        assert "Traceback" not in errors
 
 
 def test_a_second_signal_ends_at_once() -> None:
