@@ -23,7 +23,7 @@ class World:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.distributed = distributed
         self.device = device or resolve_device("auto")  # with `cuda` each process of a node computes on a GPU of its own
-        if self.device.type == "cuda" and self.device.index is None:
+        if str(self.device) == "cuda":
             self.device = torch.device("cuda", self.local_rank)
         elif self.device.type == "cuda" and self.size > 1:
             raise UserError(
@@ -42,9 +42,9 @@ class World:
         try:
             deepspeed.init_distributed(timeout=timedelta(seconds=timeout), verbose=False)
         except dist.DistError as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
             raise UserError(
-                f"process {self.rank} of {self.size}: not all met at {where} within training.timeout, {timeout} s "
+                f"process {self.rank} of {self.size}: not all met at {place} within training.timeout, {timeout} s "
                 f"({str(error).splitlines()[0]}); start all of them, and see that they can reach that address"
             ) from error
 
