@@ -78,7 +78,7 @@ class Cluster:
             local = {"include_dashboard": False} if self.address in (None, "local") else {}
             try:
                 ray.init(address=self.address or "local", **quiet, **local)
-            except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            except Exception as error:  # Ray raises plain ones where a node of its own does not start
                 raise _no_cluster(self.address, error) from error
             self.owned = True
         self.workers = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -252,6 +252,10 @@ def _knock(address: str | None) -> None:
 
 def _no_cluster(address: str | None, error: Exception) -> UserError:
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if address in (None, "local"):
+        return UserError(
+            f"--ray: Ray does not start here ({why}); try again when less runs, or give --ray auto behind `ray start --head`"
+        )
     return UserError(
         f"--ray {address}: no Ray cluster answers there ({why}); start one with `ray start --head`, or use --ray local"
     )

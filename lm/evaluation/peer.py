@@ -48,7 +48,10 @@ def load_peer(folder: Path, device: torch.device) -> Peer:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).to(device).eval()
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         why = str(error).splitlines()[0]
-        raise UserError(f"--model {folder}: transformers cannot load it ({why}); save it again with save_pretrained") from error
+        raise UserError(
+            f"--model {folder}: transformers cannot load it ({why}); save it again with save_pretrained, "
+            "or use `pmi eval --checkpoint` for a model of ours"
+        ) from error
     longest = int(getattr(model.config, "max_position_embeddings", 0) or 1 << 20)
     ours = folder / FILE
     if ours.is_file() and '"kind"' in ours.read_text()[:200]:

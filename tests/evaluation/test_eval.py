@@ -74,6 +74,7 @@ def test_one_document_is_shuffled_in_parts_against_carried_memory_in_the_same_pa
     assert set(result["passes"]) == {"on, 64 parts", "shuffled, 64 parts"}
     assert {found["tokens"] for found in result["passes"].values()} == {len(moby_dick[:1100].encode())}
     assert result["differences"]["shuffled, 64 parts"]["units"] == 64
+    assert result["differences"]["shuffled, 64 parts"]["over"] == "parts"
     assert json.loads(pmi(*call)[1])["passes"]["on"]["interval"]["over"] == "blocks"
 
 
