@@ -1,17 +1,22 @@
 """Evaluation against the model's own forward pass, and two Ray workers against one. `make bench-evaluation`
 
     python -m benchmarks.evaluation --preset small            # bars: 0.9 of forward-only, 1.7 with two workers
+    python -m benchmarks.evaluation --preset tiny --part workers --worker-tokens 400000
 
 Forward-only: the same model on calls of about as many tokens, hidden features and summed loss, nothing else: no documents, no
 float64, no bookkeeping; in one lane for one document (a carried stream cannot be batched), in many lanes for many.
-Contenders in turns in one process; the workers' runs alternate too, behind a first one that starts them.
+Contenders in turns in one process; the workers' runs alternate too, behind a first one that starts them. Beside them two bare
+processes over one, each running forward-only: what the machine itself gives.
 """
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.measure import in_turns, ratio, save
 from lm import machine
-from lm.config import load_model_config
+from lm.config import ModelConfig, load_model_config
 from lm.data.tokenizer import ByteTokenizer
 from lm.evaluation.corpus import Corpus, InMemory, Item
 from lm.evaluation.job import Job, Options
@@ -69,6 +74,40 @@ def contenders(model: PMI, tokens: int) -> tuple[dict[str, Callable[[], None]], 
     return timed, read
 
 
+def bare(config: ModelConfig, calls: int, begin: Connection) -> None:
+    """A process of its own that runs forward-only whenever it is told to."""
+    machine.keep_pages()
+    torch.set_num_threads(1)
+    model = PMI(config).eval()
+    lanes = max(1, CALL_TOKENS // config.segment)
+    while (share := begin.recv()) is not None:
+        forward_only(model, calls * lanes * config.segment // share, lanes, 1)
+        begin.send(None)
+
+
+def bare_processes(config: ModelConfig, tokens: int, rounds: int) -> list[float]:
+    """Speed of two bare processes over one, round by round."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    started = [context.Process(target=bare, args=(config, tokens // CALL_TOKENS, there), daemon=True) for _, there in pipes]
+    for process in started:
+        process.start()
+
+    def seconds(count: int) -> float:
+        began = time.perf_counter()
+        for here, _ in pipes[:count]:
+            here.send(count)
+        for here, _ in pipes[:count]:
+            here.recv()
+        return time.perf_counter() - began
+
+    seconds(2)
+    found = [seconds(1) / seconds(2) for _ in range(rounds)]
+    for here, _ in pipes:
+        here.send(None)
+    return found
+
+
 def workers(model: PMI, tokens: int, rounds: int) -> list[float]:
     """Speed of two Ray workers over one, round by round; workers are warm, and each pass does the same work."""
     from lm.evaluation.cluster import Cluster
@@ -90,17 +129,8 @@ def workers(model: PMI, tokens: int, rounds: int) -> list[float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-ray", action="store_true")
-    args = parser.parse_args()
-    machine.keep_pages()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = draw_zeros(PMI(load_model_config(args.preset, ["vocab_size=257", "cutoffs=[]", "dropout=0"]))).eval()
+def over_forward(model: PMI, args: argparse.Namespace) -> dict[str, Any]:
+    """Evaluation over forward-only, printed as a table."""
     timed, read = contenders(model, args.tokens)
     seconds = in_turns(timed, args.rounds, warmup=1)
     per_token = {name: [x / read[name] for x in taken] for name, taken in seconds.items()}
@@ -111,16 +141,42 @@ def main() -> None:
     for name in timed:
         speed = 1 / statistics.median(per_token[name])
         table.add_row(name, f"{speed:,.0f}", over[name], str(ratios[name]), f">= {BAR}" if name.startswith("evaluation") else "")
-    console = Console()
-    console.print(table)
-    gains = [] if args.no_ray else workers(model, args.tokens, args.rounds)
-    if gains:
-        spread = f"{statistics.median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f})"
-        console.print(f"two Ray workers over one, 48 documents: {spread}; bar >= {BAR_WORKERS}")
-    save(f"evaluation_{args.preset}", {
-        "protocol": f"float32, 1 thread, {args.tokens:,} tokens, {args.rounds} rounds in turns", "over": over,
-        "per_token_seconds": per_token, "ratios": ratios, "two_workers": gains,
-    })  # fmt: skip
+    Console().print(table)
+    return {"tokens": args.tokens, "over": over, "per_token_seconds": per_token, "ratios": ratios}
+
+
+def spread(gains: list[float]) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part", choices=["all", "forward", "workers"], default="all")
+    parser.add_argument("--worker-tokens", type=int, default=400_000, help="tokens of the 48 documents that workers share")
+    args = parser.parse_args()
+    machine.keep_pages()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = draw_zeros(PMI(load_model_config(args.preset, ["vocab_size=257", "cutoffs=[]", "dropout=0"]))).eval()
+    found: dict[str, Any] = {"protocol": f"float32, 1 thread each, {args.rounds} rounds in turns"}
+    if args.part != "workers":
+        found |= over_forward(model, args)
+    if args.part != "forward":
+        found |= {
+            "worker_tokens": args.worker_tokens,
+            "two_workers": workers(model, args.worker_tokens, args.rounds),
+            "two_bare_processes": bare_processes(model.config, args.worker_tokens // 2, args.rounds),
+        }
+        told = {name: spread(found[name]) for name in ("two_workers", "two_bare_processes")}
+        Console().print(
+            f"{args.preset}, two over one, 48 documents of {args.worker_tokens:,} tokens: Ray workers {told['two_workers']}, "
+            f"bar >= {BAR_WORKERS}; bare processes {told['two_bare_processes']}", soft_wrap=True,
+        )  # fmt: skip
+    save(f"evaluation_{args.preset}" + ("" if args.part == "all" else f"_{args.part}"), found)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 - weights and tokens travel through Ray's object store: workers need the package, not the files
 - a task reads a few documents; one that is lost with its worker is submitted again, and said
-- a counter with no CPU of its own collects how far the tasks are; metrics come out on Ray's own Prometheus ports as
+- a counter with no CPU of its own collects how far the tasks are, and nothing waits for it; metrics come out on Ray's own
+  Prometheus ports as
   ray_pmi_eval_tokens_total, ray_pmi_eval_documents_total, ray_pmi_eval_failures, ray_pmi_eval_tokens_per_second
 """
 
-import contextlib
 import os
 import socket
 import time
@@ -43,7 +43,8 @@ REPORT_EVERY = 0.5
 class Task:
     """What one task reads."""
 
-    number: int
+    key: tuple[str, int]
+    """Of the pass, and of the task in it: what the counter knows it by."""
     items: list[Item]
     """Held in memory; with `shuffled` each document is followed by the one whose memory it reads."""
     mode: Mode
@@ -63,6 +64,8 @@ class Cluster:
     failures: int = 0
     workers: int = 0
     owned: bool = field(default=False, init=False)
+    counter: Any = field(default=None, init=False)
+    """Of all passes: starting its process takes seconds."""
 
     def __post_init__(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -75,13 +78,16 @@ class Cluster:
             local = {"include_dashboard": False} if self.address in (None, "local") else {}
             try:
                 ray.init(address=self.address or "local", **quiet, **local)
-            except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            except Exception as error:  # Ray raises plain ones where a node of its own does not start
                 raise _no_cluster(self.address, error) from error
             self.owned = True
         self.workers = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
+        if self.counter is not None:
+            _ray().kill(self.counter)
+            self.counter = None
         if self.owned:
             _ray().shutdown()
 
@@ -90,16 +96,17 @@ class Cluster:
         ray = _ray()
         if len(part.items) == 1:
             self.say(f"memory {part.name}: one carried stream cannot be split; it runs on one worker")
-        tasks = self._tasks(job, part, finished)
+        name = uuid.uuid4().hex
+        tasks = self._tasks(job, name, part, finished)
         parameters = {name: x.detach().cpu() for name, x in model.named_parameters()}
-        weights = ray.put(Weights(uuid.uuid4().hex, model.config, model.dtype, parameters))
-        counter = ray.remote(num_cpus=0, max_restarts=-1)(Counter).remote()
+        weights = ray.put(Weights(name, model.config, model.dtype, parameters))
+        counter = self.counter = self.counter or ray.remote(num_cpus=0, max_restarts=-1)(Counter).remote()
         lost = metrics()["failures"]
         lost.set(self.failures)
         submit = ray.remote(num_cpus=1, max_retries=0)(_read)
         queue = deque((task, 1) for task in tasks)
         waiting: dict[Any, tuple[Task, int]] = {}
-        asked, told = counter.total.remote(), 0
+        asked, told, read = counter.total.remote(name), 0, 0
         try:
             while waiting or queue:
                 if watch.stop():
@@ -110,7 +117,7 @@ class Cluster:
                 ready, _ = ray.wait(list(waiting), timeout=REPORT_EVERY)
                 if ray.wait([asked], timeout=0)[0]:
                     told += _told(ray, asked, watch, told)
-                    asked = counter.total.remote()
+                    asked = counter.total.remote(name)
                 for reference in ready:
                     task, attempt = waiting.pop(reference)
                     try:
@@ -130,13 +137,13 @@ class Cluster:
                         continue
                     for outcome in outcomes:
                         watch.done(outcome)
-            told += _told(ray, counter.total.remote(), watch, told)
+                        read += outcome.tokens
+            watch.advanced(read - told)
         finally:
             for reference in waiting:
                 ray.cancel(reference, force=True)
-            ray.kill(counter)
 
-    def _tasks(self, job: Job, part: Pass, finished: set[int]) -> list[Task]:
+    def _tasks(self, job: Job, name: str, part: Pass, finished: set[int]) -> list[Task]:
         left = [place for place, item in enumerate(part.items) if item.number not in finished]
         sizes = np.array([part.items[place].length for place in left], dtype=np.int64)
         count = min(len(left), self.workers * TASKS_PER_WORKER)
@@ -149,7 +156,7 @@ class Cluster:
             if part.mode == "shuffled":
                 items = [item for place in places for item in _with_donor(part.items, place)]
             options = job.options
-            tasks.append(Task(number, items, part.mode, job.bos, options.lanes, options.call_tokens, only))
+            tasks.append(Task((name, number), items, part.mode, job.bos, options.lanes, options.call_tokens, only))
         return sorted(tasks, key=lambda task: -sum(item.length for item in task.items))
 
 
@@ -209,7 +216,7 @@ def _read(task: Task, weights: Weights, counter: Any) -> list[Outcome]:
         if now - last >= REPORT_EVERY:
             counted["tokens"].inc(tokens - reported)
             counted["speed"].set(tokens / (now - began))
-            counter.report.remote(task.number, tokens)
+            counter.report.remote(*task.key, tokens)
             last, reported = now, tokens
 
     evaluate(
@@ -219,17 +226,15 @@ def _read(task: Task, weights: Weights, counter: Any) -> list[Outcome]:
     if tokens > reported:
         counted["tokens"].inc(tokens - reported)
     counted["speed"].set(tokens / max(time.monotonic() - began, 1e-9))
-    ray = _ray()
-    with contextlib.suppress(ray.exceptions.RayError):  # the outcomes count, not how they are counted
-        ray.get(counter.report.remote(task.number, tokens), timeout=30)
+    counter.report.remote(*task.key, tokens)
     return outcomes
 
 
 def _told(ray: Any, asked: Any, watch: Watch, told: int) -> int:
     """Tell the watcher how far the tasks are beyond `told`."""
     try:
-        more = int(ray.get(asked, timeout=30)) - told
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # progress is no reason to end
+        more = int(ray.get(asked)) - told
+    except ray.exceptions.RayActorError:  # progress is no reason to end
         return 0
     watch.advanced(more)
     return more
@@ -247,6 +252,10 @@ def _knock(address: str | None) -> None:
 
 def _no_cluster(address: str | None, error: Exception) -> UserError:
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if address in (None, "local"):
+        return UserError(
+            f"--ray: Ray does not start here ({why}); try again when less runs, or give --ray auto behind `ray start --head`"
+        )
     return UserError(
         f"--ray {address}: no Ray cluster answers there ({why}); start one with `ray start --head`, or use --ray local"
     )

@@ -7,19 +7,18 @@ from typing import Any
 
 
 class Counter:
-    """How many tokens each task has read; a task that starts again counts from 0."""
+    """How many tokens each task of a pass has read; a task that starts again counts from 0."""
 
     def __init__(self) -> None:
-        self.tokens: dict[int, int] = {}
+        self.tokens: dict[str, dict[int, int]] = {}
 
-    def report(self, task: int, tokens: int) -> int:
-        """Task `task` has read so many tokens."""
-        self.tokens[task] = tokens
-        return tokens
+    def report(self, part: str, task: int, tokens: int) -> None:
+        """Task `task` of a pass has read so many tokens."""
+        self.tokens.setdefault(part, {})[task] = tokens
 
-    def total(self) -> int:
-        """Tokens read by all tasks."""
-        return sum(self.tokens.values())
+    def total(self, part: str) -> int:
+        """Tokens read by all tasks of a pass."""
+        return sum(self.tokens.get(part, {}).values())
 
 
 _made: dict[str, Any] = {}

@@ -265,7 +265,8 @@ class Job:
             on = next((other for other in self.passes if other.mode == "on" and other.parts == part.parts), None)
             if on is not None and part.mode != "on":
                 gap = difference(self.outcomes(part.name), self.outcomes(on.name))
-                found[part.name] = {**asdict(gap), "worse": gap.worse, "mode": part.mode, "against": on.name}
+                over = "parts" if part.parts else gap.over
+                found[part.name] = {**asdict(gap), "over": over, "worse": gap.worse, "mode": part.mode, "against": on.name}
         return found
 
 

@@ -1,7 +1,7 @@
 """The journal of an evaluation: what is done stays done, so that a run that ended early goes on from there.
 
 OUT/evaluation.json   what is evaluated; a run with other options refuses the folder
-OUT/journal.jsonl     a line per document and pass, appended as it ends
+OUT/journal.jsonl     a line per document and pass, appended as it ends; and one for the seconds of each saving in between
 OUT/open/             documents in the middle: sums, and the snapshot of each lane (long documents lose no more than a minute)
 OUT/result.json       written last
 """
@@ -42,8 +42,9 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._refuse_another(folder / ABOUT)
         for row in self._rows(folder / LINES):
-            outcome = Outcome.from_row(row["outcome"])
-            self.outcomes.setdefault(row["pass"], {})[outcome.number] = outcome
+            if row["outcome"] is not None:
+                outcome = Outcome.from_row(row["outcome"])
+                self.outcomes.setdefault(row["pass"], {})[outcome.number] = outcome
             self.seconds[row["pass"]] = self.seconds.get(row["pass"], 0.0) + row["seconds"]
 
     def _refuse_another(self, path: Path) -> None:
@@ -82,15 +83,20 @@ class Journal:
 
     def add(self, name: str, outcome: Outcome) -> None:
         """A document is done."""
+        self.outcomes.setdefault(name, {})[outcome.number] = outcome
+        self._note(name, outcome)
+        if self.folder is not None:
+            self._path(name, outcome.number).unlink(missing_ok=True)
+
+    def _note(self, name: str, outcome: Outcome | None) -> None:
+        """A line: the seconds since the last one went into this document, or into what is in the middle."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now
-        self.outcomes.setdefault(name, {})[outcome.number] = outcome
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if self.folder is not None:
-            line = json.dumps({"pass": name, "seconds": seconds, "outcome": outcome.row()}) + "\n"
+            row = {"pass": name, "seconds": seconds, "outcome": outcome.row() if outcome else None}
             with (self.folder / LINES).open("a") as file:
-                file.write(line)
-            self._path(name, outcome.number).unlink(missing_ok=True)
+                file.write(json.dumps(row) + "\n")
 
     def due(self) -> bool:
         """Whether documents in the middle should be saved now."""
@@ -108,6 +114,8 @@ class Journal:
             }
             np.savez(buffer, first=tally.first, segments=tally.segments[: tally.done], **arrays)
             write_atomically(self._path(name, tally.item.number), buffer.getvalue())
+        if opened:
+            self._note(name, None)
         self._saved = time.monotonic()
 
     def opened(self, name: str, model: PMI, identity: Identity, items: Sequence[Item], lanes: int) -> list[Open]:

@@ -48,7 +48,10 @@ def load_peer(folder: Path, device: torch.device) -> Peer:
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).to(device).eval()
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         why = str(error).splitlines()[0]
-        raise UserError(f"--model {folder}: transformers cannot load it ({why}); save it again with save_pretrained") from error
+        raise UserError(
+            f"--model {folder}: transformers cannot load it ({why}); save it again with save_pretrained, "
+            "or use `pmi eval --checkpoint` for a model of ours"
+        ) from error
     longest = int(getattr(model.config, "max_position_embeddings", 0) or 1 << 20)
     ours = folder / FILE
     if ours.is_file() and '"kind"' in ours.read_text()[:200]:
@@ -78,13 +81,17 @@ def corpus_for(peer: Peer, data: Path, split: str, documents: list[str] | None) 
     if not source.lossless:
         note = f"the text was given back by the {source.kind} tokenizer, unknown words as it writes them"
         corpus = replace(corpus, not_comparable=[*corpus.not_comparable, note])
-    items = []
+    items, notes = [], list(corpus.notes)
     for item in corpus.items:
         text = source.decode(item.read(0, item.length).tolist())
         tokens = np.array(peer.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
         if len(tokens):
             items.append(replace(item, length=len(tokens), read=InMemory(tokens)))
-    return replace(corpus, items=items, unknown=0)
+        else:
+            notes.append(f"left out, no token of the peer's in it: {item.name}")
+    if not items:
+        raise UserError(f"{corpus.name}: no document there has a token of the peer's; there is nothing to predict")
+    return replace(corpus, items=items, unknown=0, notes=notes)
 
 
 def windows(length: int, context: int, stride: int) -> list[tuple[int, int, int]]:

@@ -53,7 +53,7 @@ class RecallTask:
                 problems.append(f"--queries {self.queries}: must be 1..{most}, of different pairs, 3 tokens each in one segment")
             if self.distance < 1:
                 problems.append(f"distance {self.distance}: must be 1 segment or more")
-            others = min(SYMBOLS - self.pairs, self.segment // 2)
+            others = max(0, min(SYMBOLS - self.pairs, self.segment // 2))
             if not 0 <= self.distractors <= others:
                 problems.append(
                     f"--distractors {self.distractors}: must be 0..{others}: other keys than those of the {self.pairs} pairs"

@@ -32,13 +32,14 @@ def show(result: Result, console: Console) -> None:
     """Print everything, the protocol beside the numbers."""
     protocol = result.protocol
     title = f"{protocol['data']}: {protocol['tokens']:,} tokens, {counted(protocol['documents'])}"
-    table = Table("memory", title=title, title_justify="left")
+    table = Table("memory")
     for name in result.figures:
         table.add_column(name, justify="right")
     for label, shown in ROWS.items():
         cells = [shown(found) for found in result.figures.values()]
         if any(cell != "-" for cell in cells):
             table.add_row(label, *cells)
+    console.print(title, markup=False, highlight=False, soft_wrap=True)  # as a table's title it would be cut to its width
     console.print(table)
     for line in remarks(result):
         console.print(f"- {line}", markup=False, highlight=False, soft_wrap=True)

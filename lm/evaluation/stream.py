@@ -27,6 +27,8 @@ from lm.model.state import Memory, map_tensors, where_lanes
 
 CALL_TOKENS = 4_096
 """Tokens of a call over all lanes, about; more is no faster on a CPU, and costs memory."""
+CALL_COST = 400
+"""What a call costs beside its tokens, in tokens, about."""
 HEAD_SCORES = 1 << 24
 """Most scores (tokens x vocabulary) that exist at a time."""
 
@@ -149,8 +151,12 @@ class _Reader:
     def _segments_per_call(self) -> int:
         if self.mode == "reset":  # the memory is put back between calls
             return 1
-        longest = max(tally.left for tally in self.lanes) if not self.queue else MAX_TOKENS
-        return max(1, min(self.call_tokens // (len(self.lanes) * self.t), MAX_TOKENS // self.t, longest))
+        lanes, most = len(self.lanes), max(1, min(self.call_tokens // (len(self.lanes) * self.t), MAX_TOKENS // self.t))
+        if self.queue:
+            return most
+        # nothing follows a lane that ends: so many segments as read most for their time, with padding behind the shorter lanes
+        left = [tally.left for tally in self.lanes]
+        return max({min(most, x) for x in left}, key=lambda k: sum(min(k, x) for x in left) / (lanes * k * self.t + CALL_COST))
 
     def _call(self, watch: Watch) -> None:
         """One call: fill its rows, run the model, add up."""

@@ -177,8 +177,8 @@ def recall(
     window: Annotated[int | None, typer.Option(help="W (default: the model's).", min=0)] = None,
     model: Annotated[str, typer.Option(help="A preset or the path of a YAML/JSON file.")] = "recall",
     set_: Set = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Most training steps; it ends before, once it answers all.", min=1)] = 600,
-    lanes: Annotated[int, typer.Option(help="Samples of a step at distance 1 (fewer where they are longer).", min=1)] = 64,
+    steps: Annotated[int, typer.Option(help="Most training steps; it ends before, once it answers all.", min=1)] = 300,
+    lanes: Annotated[int, typer.Option(help="Samples of a step at distance 1 (fewer where they are longer).", min=1)] = 32,
     lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-8)] = 5e-3,
     samples: Annotated[int, typer.Option(help="Samples at each distance.", min=1)] = 512,
     seed: Seed = 0,

@@ -74,6 +74,7 @@ def test_one_document_is_shuffled_in_parts_against_carried_memory_in_the_same_pa
     assert set(result["passes"]) == {"on, 64 parts", "shuffled, 64 parts"}
     assert {found["tokens"] for found in result["passes"].values()} == {len(moby_dick[:1100].encode())}
     assert result["differences"]["shuffled, 64 parts"]["units"] == 64
+    assert result["differences"]["shuffled, 64 parts"]["over"] == "parts"
     assert json.loads(pmi(*call)[1])["passes"]["on"]["interval"]["over"] == "blocks"
 
 
@@ -104,14 +105,18 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
         assert b"to go on, run the same command again" in err
     with journal.open("a") as file:
         file.write('{"pass": "on", "sec')  # a line that a crash cut short
-    done = journal.read_text().count("\n")
+    before = [json.loads(line) for line in journal.read_text().splitlines()[:-1]]
     code, _, err2 = pmi(*call)
     assert code == 0, err2
     assert "tokens were read before" in err2
     read_before = int(err2.split("memory on: ")[1].split(" of")[0].replace(",", ""))
     # the long document is kept in the middle where there was time to save it
     assert (read_before > 2000) == (how == signal.SIGINT)
-    assert journal.read_text().count("\n") == 4 > done
+    rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert rows[: len(before)] == before
+    assert sorted(row["outcome"]["number"] for row in rows if row["outcome"]) == [0, 1, 2, 3]
+    assert (None in [row["outcome"] for row in rows]) == (how == signal.SIGINT), "the time of what was in the middle counts"
+    assert result_of(tmp_path / "e")["passes"]["on"]["seconds"] == pytest.approx(sum(row["seconds"] for row in rows))
     code, out, _ = pmi("eval", "--checkpoint", checkpoint_folder, "--data", tmp_path / "books", "--json")
     assert result_of(tmp_path / "e")["passes"]["on"]["nats"] == pytest.approx(json.loads(out)["passes"]["on"]["nats"], rel=1e-6)
     code, _, err3 = pmi(*call, "--memory", "off", "--segment", 16)

@@ -1,6 +1,7 @@
 """Hugging Face models under the same protocol: sliding windows that predict every token once."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,22 @@ def test_a_peer_is_measured_on_the_same_documents_with_the_same_report(pmi: Pmi,
     assert (code, "--stride 33: must be 1 to the context, 32" in err) == (2, True)
     code, _, err = pmi("eval-peer", "--model", books, "--data", books)
     assert (code, "no config.json there" in err) == (2, True)
+
+
+def test_a_peer_with_a_tokenizer_of_its_own_reads_the_same_text_and_is_divided_by_the_same_bytes(
+    pmi: Pmi, books: Path, moby_dick: str, tmp_path: Path
+) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    pieces = ByteLevelBPETokenizer()
+    pieces.train_from_iterator([moby_dick[:20_000]], vocab_size=400, special_tokens=["<s>"], show_progress=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, bos_token="<s>").save_pretrained(tmp_path)
+    config = transformers.GPT2Config(vocab_size=400, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    code, out, err = pmi("eval-peer", "--model", tmp_path, "--data", books, "--json")
+    assert code == 0, err
+    (found,) = json.loads(out)["passes"].values()
+    texts = [path.read_text() for path in sorted(books.iterdir())]
+    assert found["tokens"] == sum(len(pieces.encode(text).ids) for text in texts) < sum(map(len, texts))
+    assert found["bits_per_byte"] == pytest.approx(found["nats"] / sum(map(len, texts)) / math.log(2))
+    assert found["word_perplexity"] == pytest.approx(math.exp(found["nats"] / sum(len(text.split()) for text in texts)))

@@ -8,11 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lm.config import load_model_config
 from lm.evaluation.corpus import InMemory, Item
 from lm.evaluation.stream import Open, StoppedError, Watch, evaluate
 from lm.evaluation.tally import Outcome
 from lm.evaluation.variants import Mode
 from lm.model import PMI
+from lm.model.proofs import draw_zeros
 from lm.model.state import Memory, map_tensors
 from tests.evaluation.conftest import make_model
 
@@ -106,6 +108,19 @@ def test_the_result_does_not_depend_on_lanes_or_on_how_calls_are_cut(
     assert sorted(found) == sorted(plain) == [item.number for item in items]
     for number, outcome in found.items():
         assert abs(outcome.nats - plain[number].nats) <= 1e-6 * plain[number].tokens
+
+
+@pytest.mark.parametrize("mode", ["on", "reset", "shuffled"])
+def test_at_tiny_in_float64_a_text_gives_the_same_nats_to_a_millionth_however_it_is_read(moby_dick: str, mode: Mode) -> None:
+    torch.manual_seed(0)
+    model = draw_zeros(PMI(load_model_config("tiny"))).eval().double()
+    text = np.frombuffer(moby_dick.encode()[5_000:6_300], np.uint8)
+    cuts = [(0, 500), (500, 533), (533, 1_300)]
+    items = [Item(i, str(i), b - a, 1, 1, InMemory(text[a:b])) for i, (a, b) in enumerate(cuts)]
+    ways = [run(model, items, mode, lanes=lanes, call_tokens=tokens) for lanes, tokens in ((1, 32), (3, 4_096), (2, 320))]
+    for number, outcome in ways[0].items():
+        for other in ways[1:]:
+            assert abs(other[number].nats - outcome.nats) <= 1e-6 * outcome.tokens
 
 
 @given(st.integers(0, 30), st.sampled_from(["on", "reset", "shuffled"]))
