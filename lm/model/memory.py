@@ -62,19 +62,22 @@ class WorkingWrite(nn.Module):
 
         Tokens that are not `real [b, t]` are padding and do not compete.
         """
-        query = torch.einsum("bnd,dhe->bnhe", working, self.query)
-        query = torch.einsum("bnhe,hew->bhnw", query, self.key).flatten(1, 2) / math.sqrt(self.query.shape[2])
-        scores = query @ h.mT  # [b, h * n, t]
-        if real is not None:
-            scores = scores.masked_fill(~real[:, None], -torch.inf)
-        weights = compete(scores, self.top_k)
-        attended = (weights @ h).unflatten(1, (self.query.shape[1], -1))  # [b, h, n, w]
+        attended = (self.attention(working, h, real) @ h).unflatten(1, (self.query.shape[1], -1))  # [b, h, n, w]
         attended = torch.einsum("bhnw,hew->bnhe", attended, self.value).flatten(2)
         candidate = self.norm_candidate(working + self.mlp(self.norm_attended(working + attended)))
         if perceived is None:
             return candidate.tanh()
         take, keep = self.gates(working, perceived)
         return take * candidate.tanh() + MAX_RETENTION * keep * working
+
+    def attention(self, working: Tensor, h: Tensor, real: Tensor | None = None) -> Tensor:
+        """What each slot takes of each token [b, h * n, t]."""
+        query = torch.einsum("bnd,dhe->bnhe", working, self.query)
+        query = torch.einsum("bnhe,hew->bhnw", query, self.key).flatten(1, 2) / math.sqrt(self.query.shape[2])
+        scores = query @ h.mT
+        if real is not None:
+            scores = scores.masked_fill(~real[:, None], -torch.inf)
+        return compete(scores, self.top_k)
 
     def gates(self, working: Tensor, perceived: Tensor) -> tuple[Tensor, Tensor]:
         """The input and the forget gates [b, n, ...]."""
@@ -150,13 +153,8 @@ class Read(nn.Module):
 
     def forward(self, readout: Readout, h: Tensor, opened: Open, span: Span, donate: bool) -> tuple[Tensor, Open]:
         """Read for tokens `h [b, s, t, d]` of segments whose memory is `readout [b, s, ...]`; also the open part after."""
-        config = self.config
-        own, others = self.attention(readout, h)
-        u_w = None if own is None else own.flatten(-2) @ readout.working
-        u_l = None if others is None else others.flatten(-2) @ readout.long_term
-        if config.keeps_long_term and config.consolidation == "delta":
-            u_l = self.delta(h, readout.long_term)
-        if config.correction:
+        u_w, u_l = self.levels(readout, h)
+        if self.config.correction:
             assert u_w is not None
             assert u_l is not None
             u_w, keys, values = u_w.split(self.d, -1)
@@ -164,6 +162,15 @@ class Read(nn.Module):
         if u_w is None or u_l is None:
             return self.out(u_w if u_l is None else u_l), opened
         return self.out(torch.lerp(u_l, u_w, self.alpha)), opened
+
+    def levels(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """U_w and U_l [b, s, t, ...]; with the correction step, its keys and values stand behind U_w, and U_l is its queries."""
+        own, others = self.attention(readout, h)
+        u_w = None if own is None else own.flatten(-2) @ readout.working
+        u_l = None if others is None else others.flatten(-2) @ readout.long_term
+        if self.config.keeps_long_term and self.config.consolidation == "delta":
+            u_l = self.delta(h, readout.long_term)
+        return u_w, u_l
 
     def attention(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Weights of the working and of the long-term slots [b, s, t, heads, n]; None for a level without slots to read."""
@@ -245,10 +252,8 @@ class MemoryModule(nn.Module):
         perceived = None
         if hasattr(self, "gate_tokens"):
             seen = F.relu(self.gate_tokens(h))
-            if real is None:
-                perceived = seen.mean(1)
-            else:
-                perceived = torch.einsum("btg,bt->bg", seen, real / real.sum(1, keepdim=True))
+            share = None if real is None else real / real.sum(1, keepdim=True)
+            perceived = seen.mean(1) if share is None else torch.einsum("btg,bt->bg", seen, share)
         return self._step(memory, h, perceived, None, real)
 
     def _step(

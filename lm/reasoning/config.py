@@ -1,18 +1,18 @@
-"""What `pmi reason run` reads: a task's preset (configs/reason/TASK.yaml) with a model's changes to it (configs/reason/models.yaml).
+"""What `pmi reason run` reads: a task's preset (configs/reason/TASK.yaml) with a model's changes to it (models.yaml there).
 
 config = load_reason_config("babi", "pmi-tr-m", "cpu", ["training.lr=1e-3"])
 """
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lm.config import MemoryConfig, Schema, configs_folder, override, read_mapping, validate
-from lm.errors import UserError, collecting
+from lm.errors import collecting
 
 PRESETS = ("cpu", "paper")
+SIZES = ("s", "m", "l")
 TASKS = ("babi", "clevr", "triangles", "cifar")
 
 
@@ -52,7 +52,9 @@ class EncoderConfig(Schema):
     def _memory_fits(cls, memory: MemoryConfig | None, info: ValidationInfo) -> MemoryConfig | None:
         mixer, width = info.data.get("mixer"), info.data.get("width")
         if (memory is not None) != (mixer == "memory"):
-            raise ValueError(f"mixer {mixer} {'has no' if memory else 'needs a'} memory; choose a pmi-tr model or set encoder.mixer")
+            raise ValueError(
+                f"mixer {mixer} {'has no' if memory else 'needs a'} memory; choose a pmi-tr model or set encoder.mixer"
+            )
         if memory is None:
             return None
         problems = []
@@ -170,6 +172,12 @@ class ReasonConfig(Schema):
         return self
 
 
+def split_size(model: str) -> tuple[str, str | None]:
+    """A model's name without its size, and the size: `tr-hsw-m` is tr-hsw in size m."""
+    base, _, size = model.rpartition("-")
+    return (base, size) if base and size in SIZES else (model, None)
+
+
 def reason_models() -> dict[str, dict[str, Any]]:
     """The models by name, each as its changes to a task's preset."""
     return read_mapping(configs_folder() / "reason" / "models.yaml")
@@ -181,17 +189,14 @@ def load_reason_config(task: str, model: str, preset: str, overrides: Sequence[s
     with collecting() as problems:
         if task not in TASKS:
             problems.append(f"task {task!r}: must be one of {', '.join(TASKS)}")
-        if model not in models:
-            problems.append(f"--model {model!r}: must be one of {', '.join(models)}")
+        base, size = split_size(model)
+        if base not in models:
+            problems.append(f"--model {model!r}: must be one of {', '.join(models)}, each also with a size: -s, -m or -l")
         if preset not in PRESETS:
             problems.append(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
     values = read_mapping(configs_folder() / "reason" / f"{task}.yaml")[preset]
     sizes, usual = values.pop("sizes"), values.pop("size")
-    changes = json.loads(json.dumps(models[model]))
-    size = changes.pop("size", usual)
-    if size not in sizes:
-        raise UserError(f"{task}.yaml: {preset} has no size {size!r} (model {model}); it has {', '.join(sizes)}")
-    values = merged(merged(values, {"encoder": sizes[size]}), changes)
+    values = merged(merged(values, {"encoder": sizes[size or usual]}), models[base])
     if values["encoder"].get("mixer", "memory") != "memory":
         del values["encoder"]["memory"]
     values = override({"task": task, "model": model, "preset": preset, **values}, overrides)

@@ -4,6 +4,8 @@ Each gives `x [b, t, d]` and which positions are real [b, t] (None: all).
 Axes: b sample, t position, w word of a sentence, d feature.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ class Sentences(Perception):
         self.question = nn.Parameter(torch.randn(width))
 
     def forward(self, inputs: dict[str, Tensor]) -> Perceived:
-        """`sentences [u, w]` word ids of those in the batch (0: none), `story [b, t]` and `question [b]` rows of it (-1: padding)."""
+        """`sentences [u, w]`: words (0: none) of the batch's sentences; `story [b, t]`, `question [b]`: its rows (-1: none)."""
         table, story = inputs["sentences"], inputs["story"]
         known = (table > 0)[..., None] / (table > 0).sum(-1).clamp(min=1)[:, None, None].sqrt()
         vectors = (F.embedding(table, self.words) * self.places[: table.shape[1]] * known).sum(1)
@@ -101,7 +103,7 @@ class Convolutions(Pictures):
             left = (left + 1) // 2
         super().__init__(left**2, choices, width)
         sizes = [channels, 24, 24, 48, 48]
-        self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in itertools.pairwise(sizes))
         self.norms = nn.ModuleList(nn.BatchNorm2d(size) for size in sizes[1:])
         self.embed = nn.Linear(sizes[-1], width)
 

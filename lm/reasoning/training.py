@@ -9,7 +9,6 @@ Everything random in a step is drawn from (seed, step), so a run that was killed
 """
 
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -140,7 +139,7 @@ class Run:
 
     def _save(self) -> None:
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        for (name, parameter) in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             for key, value in self.optimiser.state[parameter].items():
                 tensors[f"optimiser.{key}.{name}"] = value
         part = self.out / f".{STATE}.part"
@@ -222,8 +221,3 @@ def differences(a: Any, b: Any, place: str = "") -> list[tuple[str, Any, Any]]:
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def chance(guess: float) -> str:
-    """A share as per cent."""
-    return "" if math.isnan(guess) else f"{100 * guess:.1f}"
