@@ -21,7 +21,7 @@ class EncoderConfig(Schema):
 
     mixer: Literal["memory", "attention", "induced", "sparse", "none"] = "memory"
     """memory: the PMI module. attention: all pairs. induced: set transformer (ISAB). sparse: factorised heads, local and strided
-    (Child et al.). none: feed-forward only."""
+    (Child et al.). none: feed-forward only, on the mean of all positions (pictures)."""
     layers: int = Field(ge=1, le=1024)
     """How often a layer is applied."""
     parameters: Literal["tied", "separate"] = "tied"
@@ -167,7 +167,7 @@ class ReasonConfig(Schema):
 
     @model_validator(mode="after")
     def _pictures_for_convolutions(self) -> "ReasonConfig":
-        if self.perception == "cnn" and self.task == "babi":
+        if (self.perception == "cnn" or self.encoder.mixer == "none") and self.task == "babi":
             raise ValueError(f"model {self.model} sees pictures through convolutions, but babi has none; choose another model")
         return self
 

@@ -172,7 +172,8 @@ class Reasoner(nn.Module):
     def __init__(self, config: EncoderConfig, perception: Perception, answers: int) -> None:
         super().__init__()
         self.perception, self.encoder = perception, Encoder(config)
-        self.token = nn.Parameter(torch.randn(config.width))
+        # where nothing mixes positions, the answer is read from their mean instead of a class token
+        self.token = nn.Parameter(torch.randn(config.width)) if config.mixer != "none" else None
         self.norm, self.answer = nn.LayerNorm(config.width), nn.Linear(config.width, answers)
         self._initialise()
 
@@ -188,9 +189,11 @@ class Reasoner(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Scores of the answers [b, answers]."""
         x, real = self.perception(inputs)
-        x = torch.cat([x, self.token.expand(x.shape[0], 1, -1)], 1)
-        if real is not None:
-            real = F.pad(real, (0, 1), value=True)
+        if self.token is None:
+            x = x.mean(1, keepdim=True)
+        else:
+            x = torch.cat([x, self.token.expand(x.shape[0], 1, -1)], 1)
+            real = None if real is None else F.pad(real, (0, 1), value=True)
         x = self.encoder(self.encoder.dropout(x), real)
         return self.answer(self.norm(x[:, -1]))
 

@@ -190,7 +190,7 @@ def test_explain_draws_which_words_the_memory_goes_back_to(tmp_path: Path, capsy
     text.write_text("the cat sat on the mat and the dog slept under the old tree behind the house")
     given = ["explain", "--checkpoint", str(tmp_path / "model"), "--text", str(text), "--out", str(tmp_path / "out")]
     assert run_command(app, [*given, "--at", "60"]) == 0
-    assert "memory's answer goes back to" in capsys.readouterr().out
+    assert "what working memory's answer goes" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "explain.json").read_text())
     assert found["in_memory"] == 48
     assert found["target"]["text"] == text.read_text()[60]
