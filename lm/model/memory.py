@@ -31,13 +31,13 @@ def matrix(*shape: int, fan_in: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
 
 
-def compete(scores: Tensor, top_k: int | None, axis: int = -1) -> Tensor:
-    """Softmax over an axis, then only the `top_k` largest are kept (None: all). What is kept is not rescaled."""
-    weights = scores.softmax(axis)
-    if top_k is None or top_k >= weights.shape[axis]:
+def compete(scores: Tensor, top_k: int | None) -> Tensor:
+    """Softmax over the last axis, then only the `top_k` largest are kept (None: all). What is kept is not rescaled."""
+    weights = scores.softmax(-1)
+    if top_k is None or top_k >= weights.shape[-1]:
         return weights
-    losers = torch.ones_like(weights, dtype=torch.bool).scatter_(axis, weights.topk(top_k, axis).indices, False)
-    return weights.masked_fill(losers, 0)
+    winners = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, weights.topk(top_k, -1).indices, True)
+    return weights.masked_fill(~winners, 0)
 
 
 class WorkingWrite(nn.Module):
@@ -125,10 +125,10 @@ class SlotReadout(nn.Module):
         self.further = matrix(heads, e, outputs, fan_in=d) if outputs else None
 
     def forward(self, slots: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        """`slots [b, n, d]` -> address [b, h * n, w], contribution [b, h * n, x]; `keep`: U itself comes first in x."""
+        """`slots [b, n, d]` -> address [b, w, h * n], contribution [b, h * n, x]; `keep`: U itself comes first in x."""
         heads, n = self.query.shape[1], slots.shape[1]
         key = torch.einsum("bnd,dhe->bnhe", slots, self.key) / math.sqrt(self.query.shape[2])
-        address = torch.einsum("bnhe,whe->bhnw", key, self.query).flatten(1, 2)
+        address = torch.einsum("whe,bnhe->bwhn", self.query, key).flatten(2)
         value = torch.einsum("bnd,dhe->bhne", slots, self.value)
         parts = []
         if keep:  # each head's values stand in its own columns of U
@@ -165,30 +165,22 @@ class Read(nn.Module):
 
     def levels(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """U_w and U_l [b, s, t, ...]; with the correction step, its keys and values stand behind U_w, and U_l is its queries."""
-        own, others = self._weights(readout, h)
-        u_w = None if own is None else own.mT @ readout.working
-        u_l = None if others is None else others.mT @ readout.long_term
+        own, others = self.attention(readout, h)
+        u_w = None if own is None else own.flatten(-2) @ readout.working
+        u_l = None if others is None else others.flatten(-2) @ readout.long_term
         if self.config.keeps_long_term and self.config.consolidation == "delta":
             u_l = self.delta(h, readout.long_term)
         return u_w, u_l
 
     def attention(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Weights of the working and of the long-term slots [b, s, t, heads, n]; None for a level without slots to read."""
-        own, others = (
-            None if weights is None else weights.mT.unflatten(-1, (self.config.heads, -1))
-            for weights in self._weights(readout, h)
-        )
-        return own, others
-
-    def _weights(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The same as [b, s, heads * n, t]: with tokens as the last axis, a softmax over a handful of slots runs vectorised."""
-        config, scores = self.config, readout.address.mT @ h.mT
+        config, scores = self.config, h @ readout.address
         own = others = None
         if config.read != "long_term":
-            mine, scores = scores.split([readout.working.shape[-2], scores.shape[-2] - readout.working.shape[-2]], -2)
-            own = mine.unflatten(-2, (config.heads, -1)).softmax(-2).flatten(-3, -2)
+            mine, scores = scores.split([readout.working.shape[-2], scores.shape[-1] - readout.working.shape[-2]], -1)
+            own = mine.unflatten(-1, (config.heads, -1)).softmax(-1)
         if config.keeps_long_term and config.consolidation != "delta":
-            others = compete(scores.unflatten(-2, (config.heads, -1)), config.top_k, -2).flatten(-3, -2)
+            others = compete(scores.unflatten(-1, (config.heads, -1)), config.top_k)
         return own, others
 
     def _correct(
@@ -281,16 +273,16 @@ class MemoryModule(nn.Module):
     def readout(self, memory: Memory) -> Readout:
         """The memory `[b, ...]` made ready for reading."""
         working, long_term = memory
-        address = long_term.new_zeros(long_term.shape[0], 0, self.width)
+        address = long_term.new_zeros(long_term.shape[0], self.width, 0)
         gives = gives_long = long_term.new_zeros(long_term.shape[0], 0, 0)
         if hasattr(self, "readout_working"):
             address, gives = self.readout_working(working, keep=True)
         if hasattr(self, "readout_long_term"):
             further, gives_long = self.readout_long_term(long_term.mean(1), keep=not self.config.correction)
-            address = torch.cat([address, further], 1)
+            address = torch.cat([address, further], -1)
         elif self.config.keeps_long_term:
             gives_long = long_term
-        return Readout(address.mT, gives, gives_long)
+        return Readout(address, gives, gives_long)
 
 
 def memory_shapes(model: Remembering) -> tuple[tuple[int, ...], tuple[int, ...]]:
