@@ -98,7 +98,7 @@ def test_a_trace_finds_the_ids_whose_features_move_what_is_read(changes: list[st
         base = levels(features[:2])
         for number in range(2 * t):
             moved = [0.0, 0.0]
-            for _ in range(24):
+            for _ in range(12):
                 pushed = [h.clone() for h in features[:2]]
                 pushed[number // t][0, 0, number % t] += 1e-6 * torch.randn(model.config.width, dtype=torch.float64)
                 for i, (a, b) in enumerate(zip(base, levels(pushed), strict=True)):

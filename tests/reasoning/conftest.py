@@ -8,7 +8,7 @@ import pytest
 from lm.reasoning.config import ReasonConfig, load_reason_config
 
 PLACES = ["kitchen", "garden", "office"]
-PEOPLE = ["Mary", "John"]
+PEOPLE = ["Mary", "John", "Sandra", "Daniel"]
 SMALL = {
     "babi": ["data.tasks=[1, 2]", "data.sentences=6", "training.batch=8", "training.pool=2"],
     "clevr": ["data.pictures=6", "data.held_out=3", "training.batch=8"],
@@ -37,7 +37,7 @@ def babi(tmp_path: Path) -> Path:
             for _ in range(stories):
                 where = {}
                 for number in range(1, length + 1):
-                    person, place = PEOPLE[rng.integers(2)], PLACES[rng.integers(3)]
+                    person, place = PEOPLE[rng.integers(4)], PLACES[rng.integers(3)]
                     where[person] = (place, number)
                     lines.append(f"{number} {person} went to the {place}.")
                 asked = list(where)[int(rng.integers(len(where)))]
