@@ -50,6 +50,9 @@ bench-serving: setup
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.serving --part load --preset tiny --minutes 10
 
+bench-reasoning: setup
+	$(BIN)/python -m benchmarks.reasoning
+
 bench-plan: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.plan --preset tiny --seconds 30
 

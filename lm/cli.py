@@ -13,6 +13,7 @@ from lm.data.cli import app as data_app
 from lm.errors import collecting, noting
 from lm.evaluation.cli import mount as mount_evaluation
 from lm.evaluation.tasks_cli import mount as mount_tasks
+from lm.reasoning.cli import mount as mount_reasoning
 from lm.training.cli import mount as mount_training
 
 app = Commands(help="A language model with a real memory: train it, evaluate it, serve it.")
@@ -22,6 +23,7 @@ app.add_typer(model_app, name="model")
 mount_training(app)
 mount_evaluation(app)
 mount_tasks(app)
+mount_reasoning(app)
 
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**63 - 1)]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -91,6 +91,22 @@ class MemoryConfig(Schema):
     def keeps_long_term(self) -> bool:
         """Whether long-term memory is kept (something reads it)."""
         return self.read != "working"
+
+
+class Remembering(Protocol):
+    """A configuration of anything that carries the memory: the decoder's, the reasoning encoder's."""
+
+    @property
+    def width(self) -> int:
+        """Features per token."""
+
+    @property
+    def memory(self) -> MemoryConfig | None:
+        """The memory, if there is one."""
+
+    @property
+    def memory_width(self) -> int:
+        """Width of a memory slot."""
 
 
 class ModelConfig(Schema):

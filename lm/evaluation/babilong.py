@@ -56,13 +56,17 @@ class Made(NamedTuple):
     """Where each fact begins, in tokens."""
 
 
-def read_questions(source: Path, tasks: list[str], split: str) -> dict[str, list[Question]]:
-    """The questions of each of `tasks` in a folder or archive of bAbI files."""
+OTHERS = {"hn", "hn-10k", "shuffled", "shuffled-10k"}
+"""Folders of the public archive that hold the same tasks in Hindi and in letters without meaning."""
+
+
+def read_questions(source: Path, tasks: list[str], split: str, flag: str = "--facts") -> dict[str, list[Question]]:
+    """The questions of each of `tasks` in a folder or archive of bAbI files; `flag` is what the source was given with."""
     found: dict[str, list[Question]] = {}
     seen = set()
     for text in texts(source, "qa*.txt"):
         match = FILE.fullmatch(Path(text.name).name)
-        if not match:
+        if not match or OTHERS & {*Path(text.name).parts}:
             continue
         task = f"qa{match[1]}"
         seen.add(f"{task} {match[2]}")
@@ -72,11 +76,11 @@ def read_questions(source: Path, tasks: list[str], split: str) -> dict[str, list
                 found[task] = questions
     with collecting() as problems:
         if not seen:
-            problems.append(f"--facts {source}: no bAbI files there (qa1_train.txt, qa1_single-supporting-fact_test.txt, ...)")
+            problems.append(f"{flag} {source}: no bAbI files there (qa1_train.txt, qa1_single-supporting-fact_test.txt, ...)")
         for task in tasks if seen else ():
             if task not in found:
                 has = sorted({entry.split()[0] for entry in seen if entry.endswith(split)}, key=lambda x: int(x[2:]))
-                problems.append(f"--facts {source}: no {split} file of {task}; it has {', '.join(has) or 'none of this split'}")
+                problems.append(f"{flag} {source}: no {split} file of {task}; it has {', '.join(has) or 'none of this split'}")
     return {task: found[task] for task in tasks}
 
 

@@ -62,6 +62,7 @@ class Span:
     angles: Tensor  # complex [b or 1, s, t, 1, e / 2]
     mask: Tensor  # [b * s or 1, 1, t, w + t] added to attention scores
     rows: tuple[Tensor, Tensor, Tensor] | None = None  # (lanes, columns of the call, offsets in the segment)
+    causal: bool = True  # false: an encoder's span, where every position sees all that `mask [b or 1, 1, 1, t]` does not hide
 
     @property
     def aligned(self) -> bool:
@@ -86,6 +87,14 @@ def aligned_span(rotary: Rotary, causal: Tensor, valid: Tensor) -> Span:
     if window and bool((valid < window).any()):
         mask = mask.masked_fill(_blank(valid.reshape(-1, 1), window, tokens)[:, None, None], -torch.inf)
     return Span(segments, tokens, rotary.angles(offsets, causal.dtype), mask)
+
+
+def encoder_span(x: Tensor, real: Tensor | None) -> Span:
+    """The span of sets of positions `x [b, t, d]` that all see each other; those that are not `real [b, t]` are hidden."""
+    mask = x.new_zeros(1 if real is None else x.shape[0], x.shape[1])
+    if real is not None:
+        mask = mask.masked_fill_(~real, -torch.inf)
+    return Span(1, x.shape[1], x.new_zeros(0), mask[:, None, None], causal=False)
 
 
 def partial_span(rotary: Rotary, causal: Tensor, valid: Tensor, offset: Tensor, counts: Tensor, t: int) -> Span:

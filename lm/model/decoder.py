@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.config import ModelConfig
+from lm.config import ModelConfig, Remembering
 from lm.model.attention import MAX_TOKENS, Rotary, Span, WindowAttention, aligned_span, partial_span
 from lm.model.checks import check_call, check_finite
 from lm.model.memory import MemoryModule, memory_shapes
@@ -65,7 +65,7 @@ class Block(nn.Module):
 class InitialMemory(nn.Module):
     """The learned memory that every document starts with, one per memory of the state."""
 
-    def __init__(self, config: ModelConfig, count: int) -> None:
+    def __init__(self, config: Remembering, count: int) -> None:
         super().__init__()
         self.count = count
         self.working, self.long_term = memory_shapes(config)

@@ -2,6 +2,8 @@
 
     inspection = inspect_memory(model, state, tail)      # state: one lane at a boundary; tail: the ids since
 
+    trace = trace_reads(model, ids)                      # which of the ids the reading of the last one goes back to
+
 The model runs as always; hooks on its readers note what they were given, and the same parts are asked again for their weights.
 """
 
@@ -74,7 +76,7 @@ def inspect_memory(model: PMI, state: State, tail: Sequence[int]) -> Inspection:
     layers, memories = [], list(state.memories)
     for j, (readout, h) in enumerate(notes):
         place = 0 if model.shared_state else j
-        module = cast(MemoryModule, model.memories[0 if model.shared_weights else j])
+        module = _module(model, j)
         layers.append(_look(model.layers_with_memory[j], module, memories[place], readout, h))
         if model.shared_state:  # each layer writes what the one before has left
             memories[0] = module.scan(memories[0], h, None, memories[0])[1]
@@ -121,6 +123,124 @@ def _look(layer: int, module: MemoryModule, memory: Memory, readout: Readout, h:
         long_term_kind=kind,
         write_strength=_listed(strength),
     )
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one layer reads for the last id, traced to the ids that were written. A level that is not there is None."""
+
+    layer: int
+    working: list[float] | None
+    """Share of each id in what is read from working memory [ids]; sums to 1 where anything was written."""
+    long_term: list[float] | None
+    """The same of long-term memory."""
+    chosen: list[float] | None
+    """Mean weight that the slots gave each id when it was written (top-k competition) [ids]."""
+    strength: list[float] | None
+    """Of associative memory: mean strength that each id was written with [ids]."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All memory layers."""
+
+    ids: list[int]
+    layers: list[LayerTrace]
+
+
+def trace_reads(model: PMI, ids: Sequence[int], segments: int = 64) -> Trace:
+    """Which ids the memory's answer to the last of `ids` comes from, over so many segments before its own.
+
+    The share of an id is the size of the derivative of what is read (U_w, U_l) by the features it was written with, estimated
+    by random probes: how much the answer would change with the id. So it goes through competition, gates and consolidation of
+    every kind. Ids of the last one's own segment are not in memory yet, and have none.
+    """
+    t = model.config.segment
+    if not ids:
+        raise ValueError("needs at least one id")
+    *written, reading = _features(model, ids)
+    leaves = [[h.clone().requires_grad_() for h in features] for features in written[-segments:]]
+    memories = [Memory(*(x.detach() for x in memory)) for memory in model.initial_memory(1)]
+    chosen: list[list[Tensor]] = [[] for _ in model.layers_with_memory]
+    strengths: list[list[Tensor]] = [[] for _ in model.layers_with_memory]
+    first = len(written) - len(leaves)
+    for s in range(len(written)):
+        features = written[s] if s < first else leaves[s - first]
+        for j, h in enumerate(features):
+            place, module = (0 if model.shared_state else j), _module(model, j)
+            memory = memories[place]
+            if s < first:
+                with torch.no_grad():
+                    memories[place] = module.scan(memory, h, None, memory)[1]
+                continue
+            if hasattr(module, "write"):
+                chosen[j].append(module.write.attention(memory.working, h[:, 0]).detach().mean(1)[0])
+            if hasattr(module, "delta_tokens"):
+                strengths[j].append(module.delta_tokens.strengths(h).detach()[0, 0, :, :, 0].mean(0))
+            memories[place] = module.scan(memory, h, None, memory)[1]
+    early = first * t
+    layers = []
+    for j, h in enumerate(reading):
+        module = _module(model, j)
+        readout = module.readout(memories[0 if model.shared_state else j])
+        u_w, u_l = module.read.levels(Readout(*(x[:, None] for x in readout)), h[:, :, -1:])
+        own = None if u_w is None else u_w[..., : model.config.memory_width]
+        blank = torch.zeros(early)
+        layers.append(
+            LayerTrace(
+                layer=model.layers_with_memory[j],
+                working=_shares(own, leaves, early, len(ids)),
+                long_term=_shares(u_l, leaves, early, len(ids)),
+                chosen=_over_ids([blank, *chosen[j]], len(ids)) if hasattr(module, "write") else None,
+                strength=_over_ids([blank, *strengths[j]], len(ids)) if hasattr(module, "delta_tokens") else None,
+            )
+        )
+    return Trace(list(ids), layers)
+
+
+PROBES = 16
+"""Random directions that a derivative's size is estimated by."""
+
+
+def _module(model: PMI, j: int) -> MemoryModule:
+    return cast(MemoryModule, model.memories[0 if model.shared_weights else j])
+
+
+@torch.no_grad()
+def _features(model: PMI, ids: Sequence[int]) -> list[list[Tensor]]:
+    """Each memory layer's features of a document, segment by segment: the whole ones, and what is left (one id at least)."""
+    t, state = model.config.segment, model.initial_state(1)
+    found = []
+    for first in range(0, len(ids), t):
+        with _noting(model) as notes:
+            _, state = model(torch.tensor([list(ids[first : first + t])], device=model.device), state)
+        found.append([h for _, h in notes])
+    return found
+
+
+def _shares(read: Tensor | None, leaves: list[list[Tensor]], early: int, count: int) -> list[float] | None:
+    """The size of the derivative of `read` by the features of each id, of all layers together, over their sum."""
+    if read is None:
+        return None
+    generator = torch.Generator(read.device).manual_seed(0)
+    flat = [h for features in leaves for h in features]
+    sizes = [torch.zeros(h.shape[2]) for h in flat]
+    if read.requires_grad:
+        for _ in range(PROBES):
+            probe = torch.randn(read.shape, generator=generator, device=read.device)
+            for i, slope in enumerate(torch.autograd.grad(read, flat, probe, retain_graph=True, allow_unused=True)):
+                if slope is not None:
+                    sizes[i] += slope.square().sum(-1)[0, 0].cpu()
+    layers = len(leaves[0]) if leaves else 1
+    by_segment = [sum(sizes[i : i + layers], torch.zeros(())) for i in range(0, len(sizes), layers)]
+    found = torch.cat([torch.zeros(early), *(size.sqrt() for size in by_segment)])
+    return _over_ids([found / found.sum().clamp(min=1e-12)], count)
+
+
+def _over_ids(parts: list[Tensor], count: int) -> list[float]:
+    """Parts behind each other as values for `count` ids, 0 for those that are not in memory yet."""
+    found = torch.cat([part.float().cpu() for part in parts])
+    return F.pad(found, (0, count - len(found))).tolist()
 
 
 def _listed(x: Tensor | None) -> Any:

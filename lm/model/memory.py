@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lm.config import MemoryConfig, ModelConfig
+from lm.config import MemoryConfig, Remembering
 from lm.model.attention import Span, attend
 from lm.model.delta import DeltaRead, DeltaWrite, Transition, advance
 from lm.model.state import Memory, Open, Readout, where_lanes
@@ -57,18 +57,27 @@ class WorkingWrite(nn.Module):
             self.gate_slots = nn.Linear(d, 2 * gates, bias=False)
             self.gate_bias = nn.Parameter(torch.tensor([[0.0], [1.0]]).expand(2, gates).clone())
 
-    def forward(self, working: Tensor, h: Tensor, perceived: Tensor | None) -> Tensor:
-        """New slots from slots [b, n, d], a segment's tokens `h [b, t, d]` and the gates' view of them [b, gates]."""
-        query = torch.einsum("bnd,dhe->bnhe", working, self.query)
-        query = torch.einsum("bnhe,hew->bhnw", query, self.key).flatten(1, 2) / math.sqrt(self.query.shape[2])
-        weights = compete(query @ h.mT, self.top_k)  # [b, h * n, t]
-        attended = (weights @ h).unflatten(1, (self.query.shape[1], -1))  # [b, h, n, w]
+    def forward(self, working: Tensor, h: Tensor, perceived: Tensor | None, real: Tensor | None = None) -> Tensor:
+        """New slots from slots [b, n, d], a segment's tokens `h [b, t, d]` and the gates' view of them [b, gates].
+
+        Tokens that are not `real [b, t]` are padding and do not compete.
+        """
+        attended = (self.attention(working, h, real) @ h).unflatten(1, (self.query.shape[1], -1))  # [b, h, n, w]
         attended = torch.einsum("bhnw,hew->bnhe", attended, self.value).flatten(2)
         candidate = self.norm_candidate(working + self.mlp(self.norm_attended(working + attended)))
         if perceived is None:
             return candidate.tanh()
         take, keep = self.gates(working, perceived)
         return take * candidate.tanh() + MAX_RETENTION * keep * working
+
+    def attention(self, working: Tensor, h: Tensor, real: Tensor | None = None) -> Tensor:
+        """What each slot takes of each token [b, h * n, t]."""
+        query = torch.einsum("bnd,dhe->bnhe", working, self.query)
+        query = torch.einsum("bnhe,hew->bhnw", query, self.key).flatten(1, 2) / math.sqrt(self.query.shape[2])
+        scores = query @ h.mT
+        if real is not None:
+            scores = scores.masked_fill(~real[:, None], -torch.inf)
+        return compete(scores, self.top_k)
 
     def gates(self, working: Tensor, perceived: Tensor) -> tuple[Tensor, Tensor]:
         """The input and the forget gates [b, n, ...]."""
@@ -144,13 +153,8 @@ class Read(nn.Module):
 
     def forward(self, readout: Readout, h: Tensor, opened: Open, span: Span, donate: bool) -> tuple[Tensor, Open]:
         """Read for tokens `h [b, s, t, d]` of segments whose memory is `readout [b, s, ...]`; also the open part after."""
-        config = self.config
-        own, others = self.attention(readout, h)
-        u_w = None if own is None else own.flatten(-2) @ readout.working
-        u_l = None if others is None else others.flatten(-2) @ readout.long_term
-        if config.keeps_long_term and config.consolidation == "delta":
-            u_l = self.delta(h, readout.long_term)
-        if config.correction:
+        u_w, u_l = self.levels(readout, h)
+        if self.config.correction:
             assert u_w is not None
             assert u_l is not None
             u_w, keys, values = u_w.split(self.d, -1)
@@ -158,6 +162,15 @@ class Read(nn.Module):
         if u_w is None or u_l is None:
             return self.out(u_w if u_l is None else u_l), opened
         return self.out(torch.lerp(u_l, u_w, self.alpha)), opened
+
+    def levels(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """U_w and U_l [b, s, t, ...]; with the correction step, its keys and values stand behind U_w, and U_l is its queries."""
+        own, others = self.attention(readout, h)
+        u_w = None if own is None else own.flatten(-2) @ readout.working
+        u_l = None if others is None else others.flatten(-2) @ readout.long_term
+        if self.config.keeps_long_term and self.config.consolidation == "delta":
+            u_l = self.delta(h, readout.long_term)
+        return u_w, u_l
 
     def attention(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Weights of the working and of the long-term slots [b, s, t, heads, n]; None for a level without slots to read."""
@@ -173,10 +186,10 @@ class Read(nn.Module):
     def _correct(
         self, queries: Tensor, keys: Tensor, values: Tensor, opened: Open, span: Span, donate: bool
     ) -> tuple[Tensor, Open]:
-        """U_wl: attention from U_l to U_w across the positions of a segment, up to the own one."""
+        """U_wl: attention from U_l to U_w across the positions of a segment: up to the own one, where the span is causal."""
         q, k, v = (part.unflatten(-1, (self.config.heads, -1)) for part in (queries, keys, values))
         if span.aligned:
-            return attend(q, k, v, None), opened
+            return attend(q, k, v, None if span.causal else span.mask), opened
         opened = opened._replace(
             keys=span.put(opened.keys, k[:, 0], 0, donate), values=span.put(opened.values, v[:, 0], 0, donate)
         )
@@ -187,7 +200,7 @@ class Read(nn.Module):
 class MemoryModule(nn.Module):
     """One set of memory weights: `scan` writes over segments, `readout` makes a memory readable, `read` reads it."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: Remembering) -> None:
         super().__init__()
         assert model.memory is not None
         config, width, d = model.memory, model.width, model.memory_width
@@ -231,10 +244,24 @@ class MemoryModule(nn.Module):
             memory = self._step(memory, features, perceived[s], transitions[s])
         return Memory(*(torch.stack(level, 1) for level in zip(*before, strict=True))), memory
 
-    def _step(self, memory: Memory, h: Tensor, perceived: Tensor | None, transition: Transition | None) -> Memory:
+    def write_together(self, memory: Memory, h: Tensor, real: Tensor | None) -> Memory:
+        """The memory after one set of perceptions `h [b, t, d]`, of which only `real [b, t]` count: the encoder's write.
+
+        For memories of slots; the delta rule writes in an order, which a set does not have.
+        """
+        perceived = None
+        if hasattr(self, "gate_tokens"):
+            seen = F.relu(self.gate_tokens(h))
+            share = None if real is None else real / real.sum(1, keepdim=True)
+            perceived = seen.mean(1) if share is None else torch.einsum("btg,bt->bg", seen, share)
+        return self._step(memory, h, perceived, None, real)
+
+    def _step(
+        self, memory: Memory, h: Tensor, perceived: Tensor | None, transition: Transition | None, real: Tensor | None = None
+    ) -> Memory:
         working, long_term = memory
         if hasattr(self, "write"):
-            working = self.write(working, h, perceived)
+            working = self.write(working, h, perceived, real)
         if hasattr(self, "consolidate"):
             long_term = self.consolidate(long_term, working)
         if transition is not None:
@@ -258,7 +285,7 @@ class MemoryModule(nn.Module):
         return Readout(address, gives, gives_long)
 
 
-def memory_shapes(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def memory_shapes(model: Remembering) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of working and long-term memory per lane; a level that is not kept has no slots or fragments."""
     config, width = model.memory, model.memory_width
     if config is None:

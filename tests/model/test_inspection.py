@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lm.model.inspection import inspect_memory
+from lm.model.inspection import inspect_memory, trace_reads
 from lm.model.state import tensors
 from tests.model.variants import build
 
@@ -71,3 +71,43 @@ def test_a_lane_inside_a_segment_or_without_ids_is_refused() -> None:
         _, state = model(torch.zeros(1, 3, dtype=torch.long), model.initial_state(1))
     with pytest.raises(ValueError, match="boundary"):
         inspect_memory(model, state, [1])
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=" ".join)
+def test_a_trace_finds_the_ids_whose_features_move_what_is_read(changes: list[str]) -> None:
+    """Against finite differences: an id's features are pushed where it was written, and the reading is taken again."""
+    model = build([*changes, "window=0", "layers=2", "memory.layers=[0]"]).eval().double()
+    t = model.config.segment
+    ids = torch.randint(0, model.config.vocab_size, (2 * t + 3,)).tolist()
+    (layer,) = trace_reads(model, ids).layers
+    module, read = model.memories[0], {}
+    features = []
+    module.read.register_forward_pre_hook(lambda _, given: features.append(given[1]))
+    with torch.no_grad():
+        state = model.initial_state(1)
+        for first in range(0, len(ids), t):
+            _, state = model(torch.tensor([ids[first : first + t]]), state)
+
+        def levels(pushed: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            memory = model.initial_memory(1)[0]
+            for h in pushed:
+                memory = module.scan(memory, h, None, memory)[1]
+            readout = module.readout(memory)
+            return module.read.levels(type(readout)(*(x[:, None] for x in readout)), features[-1][:, :, -1:])
+
+        base = levels(features[:2])
+        for number in range(2 * t):
+            moved = [0.0, 0.0]
+            for _ in range(12):
+                pushed = [h.clone() for h in features[:2]]
+                pushed[number // t][0, 0, number % t] += 1e-6 * torch.randn(model.config.width, dtype=torch.float64)
+                for i, (a, b) in enumerate(zip(base, levels(pushed), strict=True)):
+                    width = model.config.memory_width
+                    moved[i] += 0.0 if a is None or b is None else float((a - b)[..., :width].square().sum())
+            read[number] = [x**0.5 for x in moved]
+    for i, shares in enumerate((layer.working, layer.long_term)):
+        if shares is None:
+            continue
+        expected = torch.tensor([read[number][i] for number in range(2 * t)])
+        assert shares[2 * t :] == [0.0, 0.0, 0.0]
+        torch.testing.assert_close(torch.tensor(shares[: 2 * t]), (expected / expected.sum()).float(), rtol=0.6, atol=0.01)

@@ -1,0 +1,187 @@
+"""From runs to tables: what a model reached on a task over its runs, with the paper's figures beside it.
+
+    pmi reason report runs/reason       # report.md, report.json and a PNG of curves for each task
+
+Every cell is computed from the runs' result.json and metrics.jsonl; report.json holds all of that and is read again by the same
+command.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm.errors import UserError
+from lm.reasoning import paper
+from lm.reasoning.training import METRICS, RESULT
+
+REPORT = "report.json"
+FAILED = 0.05
+"""A bAbI task with a greater error counts as failed."""
+BASE = "pmi-tr"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished run."""
+
+    task: str
+    model: str
+    preset: str
+    seed: int
+    parameters: int
+    steps: int
+    batch: int
+    seconds: float
+    groups: list[str]
+    right: list[int]
+    count: list[int]
+    accuracy: list[float]
+    guess: list[float]
+    notes: list[str]
+    config: dict[str, Any]
+    curve: list[dict[str, Any]]
+
+    @property
+    def mean(self) -> float:
+        """Mean accuracy over groups."""
+        return float(np.mean(self.accuracy))
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table with a title."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        """As Markdown."""
+        lines = [f"**{self.title}**", "", "| " + " | ".join(self.header) + " |", "|---" * len(self.header) + "|"]
+        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in self.rows)])
+
+
+def collect(source: Path) -> list[Outcome]:
+    """All finished runs beneath a folder, or those in a report.json."""
+    if source.is_file():
+        try:
+            return [Outcome(**row) for row in json.loads(source.read_text())["runs"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{source}: is not a report of `pmi reason report` ({error})") from error
+    found = []
+    for path in sorted(source.rglob(RESULT)):
+        metrics = path.parent / METRICS
+        curve = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+        found.append(Outcome(**json.loads(path.read_text()), curve=curve))
+    if not found:
+        raise UserError(f"{source}: no finished run there; give the --out of `pmi reason run`, or a {REPORT}")
+    return found
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[Sheet]:
+    """The tables of all tasks."""
+    sheets = []
+    for task in dict.fromkeys(outcome.task for outcome in outcomes):
+        for preset in dict.fromkeys(outcome.preset for outcome in outcomes if outcome.task == task):
+            chosen = [outcome for outcome in outcomes if (outcome.task, outcome.preset) == (task, preset)]
+            sheets += [_overview(task, preset, chosen), _by_group(task, chosen), _comparison(chosen)]
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+def _models(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.model, []).append(outcome)
+    return found
+
+
+def _overview(task: str, preset: str, outcomes: Sequence[Outcome]) -> Sheet:
+    """One row a model: size, budget, and what was reached."""
+    measure = "error" if task == "babi" else "accuracy"
+    header = ["model", "runs", "parameters", "paper's", "steps x batch", "s/run", f"mean {measure} %", "best"]
+    header += ["failed tasks", "paper's mean error %"] if task == "babi" else ["paper's accuracy %"]
+    rows = []
+    for model, runs in _models(outcomes).items():
+        values = [100 * (1 - run.mean if task == "babi" else run.mean) for run in runs]
+        best = min(values) if task == "babi" else max(values)
+        theirs = paper.lookup(paper.PARAMETERS[task], task, model)
+        row = [model, str(len(runs)), f"{runs[0].parameters / 1e6:.2f}M", f"{theirs}M" if theirs else "", _budget(runs)]
+        row += [f"{np.median([run.seconds for run in runs]):.0f}", spread(values), f"{best:.2f}"]
+        if task == "babi":
+            failed = [sum(1 - share > FAILED for share in run.accuracy) for run in runs]
+            row += [", ".join(map(str, failed)), paper.lookup(paper.BABI_ERROR, task, model) or ""]
+        else:
+            row.append(" / ".join(map(str, paper.lookup(paper.ACCURACY[task], task, model) or [])))
+        rows.append(row)
+    groups = len(outcomes[0].groups)
+    what = f"{groups} of 20 tasks; the paper's figures are over all 20" if task == "babi" and groups < 20 else f"preset {preset}"
+    what = what if preset in what else f"{what}; preset {preset}"
+    return Sheet(f"{task}: {what}", header, rows)
+
+
+def _budget(runs: Sequence[Outcome]) -> str:
+    return ", ".join(dict.fromkeys(f"{run.steps:,} x {run.batch}" for run in runs))
+
+
+def _by_group(task: str, outcomes: Sequence[Outcome]) -> Sheet:
+    """One row a group of questions, one column a model."""
+    groups, models = outcomes[0].groups, _models(outcomes)
+    if len(groups) == 1 or any(outcome.groups != groups for outcome in outcomes):
+        return Sheet("", [], [])
+    error = task == "babi"
+    header = [f"{task}, {'error' if error else 'accuracy'} %", *models, "usual answer", "paper's PMI-TR"]
+    rows = []
+    for number, group in enumerate(groups):
+        cells = [spread([100 * abs(error - run.accuracy[number]) for run in runs]) for runs in models.values()]
+        base = paper.lookup(paper.ACCURACY.get(task, {}), task, BASE) or []
+        theirs = paper.BABI_BY_TASK.get(group) if error else base[number]
+        rows.append([group, *cells, f"{100 * abs(error - outcomes[0].guess[number]):.1f}", str(theirs)])
+    return Sheet(f"{task}: by kind of question, test set", header, rows)
+
+
+def _comparison(outcomes: Sequence[Outcome]) -> Sheet:
+    """PMI-TR against every other model: the difference of mean accuracies, and whether the runs are apart."""
+    models = _models(outcomes)
+    base = next((model for model in models if model in (BASE, "pmi-tr-m", "pmi-tr-s", "pmi-tr-l")), None)
+    rows = []
+    for model, runs in models.items():
+        if base is None or model == base:
+            continue
+        ours, others = [100 * run.mean for run in models[base]], [100 * run.mean for run in runs]
+        rows.append([f"{base} over {model}", f"{np.mean(ours) - np.mean(others):+.2f}", verdict(ours, others)])
+    return Sheet(f"{outcomes[0].task}: difference of mean accuracy, points", ["", "difference", "runs"], rows)
+
+
+def verdict(ours: Sequence[float], others: Sequence[float]) -> str:
+    """In words: better or worse only where every run of one is beyond every run of the other, and there are two of each."""
+    if min(len(ours), len(others)) < 2:
+        return "one run only: no verdict"
+    if min(ours) > max(others):
+        return "better: every run above every run of the other"
+    if max(ours) < min(others):
+        return "worse: every run below every run of the other"
+    return "no clear difference: the runs overlap"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation over runs."""
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{np.mean(values):.2f}±{np.std(values, ddof=1):.2f}"
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    """All tables and what must be known of them."""
+    parts = [sheet.markdown() for sheet in summary(outcomes)]
+    notes = dict.fromkeys(f"- {run.task}: {note}" for run in outcomes for note in run.notes)
+    parts.append("\n".join([*notes, f"- {paper.WHY_PARAMETERS}"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What `collect` reads again."""
+    return {"runs": [asdict(outcome) for outcome in outcomes]}
