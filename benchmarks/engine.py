@@ -7,8 +7,9 @@ steps    seconds per step in the steady state of 32 lanes at spread positions, a
          batched model (same lanes, greedy), the engine, and the engine with 32 SQLite sessions; and the engine with one lane.
          All in turns in one process, as ratios of the same round: median (quartiles). A round is one segment of steps, so that
          each lane writes its memory, and its snapshot, once.
-resume   time to the first token (on disk) of a session in SQLite with a tail of half a segment, at growing histories, in turns;
-         and GPT-2 of the same size that reads its history of 8,192 tokens again
+resume   time to the first token (on disk) of a session in SQLite with a tail of half a segment, as on average, at growing
+         histories, and with a whole segment, as at worst; in turns with GPT-2 of the same size that reads its history of 8,192
+         tokens again
 bytes    a stored session against a KV cache
 """
 
@@ -185,44 +186,41 @@ def settings(checkpoint: Checkpoint) -> Settings:
 
 
 def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace) -> None:
-    model = checkpoint.model
-    histories = [length for length in HISTORIES if length <= args.longest]
-    segment = model.config.segment
-    config = EngineConfig(lanes=2, threads=args.threads)
-    rows = []
-    with Engine(checkpoint, config, store) as engine:
-        for length in histories:  # half a segment behind the boundary, as sessions are on average
-            store.create(LOCAL, f"h{length}", settings(checkpoint))
-            count = length // segment * segment + segment // 2 - 1
-            engine.submit(Request(torch.randint(0, 256, (count,)).tolist(), 0, GREEDY, session=f"h{length}")).result()
-        for length in histories:
-            store.fork(LOCAL, f"h{length}", f"warm{length}")
-            first_token(engine, f"warm{length}")
-        seconds: dict[int, list[float]] = {length: [] for length in histories}
-        for number in range(args.rounds):
-            for length in histories:  # each time from a fork, so that all rounds find the same session
-                store.fork(LOCAL, f"h{length}", f"h{length}-{number}")
-                seconds[length].append(first_token(engine, f"h{length}-{number}"))
-        replayed = engine.counters.replayed / engine.counters.opened
-    config_ = model.config
-    peer = gpt2(config_, positions=8_192 + 1).eval()
-    again = []
-    with torch.inference_mode():
-        for _ in range(3):
-            began = time.perf_counter()
-            peer(torch.randint(0, 256, (1, 8_192)), use_cache=True, logits_to_keep=1)
-            again.append(time.perf_counter() - began)
+    model, segment = checkpoint.model, checkpoint.model.config.segment
+    lengths = [length for length in HISTORIES if length <= args.longest]
+    cases = {f"{length:,}": length // segment * segment + segment // 2 for length in lengths}
+    cases[f"{lengths[-1]:,}, full tail"] = lengths[-1] // segment * segment
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    peer = gpt2(model.config, positions=8_192 + 1).eval()
+    again: list[float] = []
+    with Engine(checkpoint, EngineConfig(lanes=2, threads=args.threads), store) as engine, torch.inference_mode():
+        for number, count in enumerate(cases.values()):  # BOS is the first of so many ids
+            store.create(LOCAL, f"h{number}", settings(checkpoint))
+            engine.submit(Request(torch.randint(0, 256, (count - 1,)).tolist(), 0, GREEDY, session=f"h{number}")).result()
+        for turn in range(-2, args.rounds):
+            for number, name in enumerate(cases):  # each time from a fork, so that all rounds find the same session
+                store.fork(LOCAL, f"h{number}", f"h{number}-{turn + 2}")
+                taken = first_token(engine, f"h{number}-{turn + 2}")
+                if turn >= 0:
+                    seconds[name].append(taken)
+            if turn % 5 == 0:
+                began = time.perf_counter()
+                peer(torch.randint(0, 256, (1, 8_192)), use_cache=True, logits_to_keep=1)
+                again.append(time.perf_counter() - began)
+        stored = [store.get(LOCAL, f"h{number}").bytes for number in range(len(cases))]
     slow = statistics.median(again)
-    table = Table("history", "first token, ms", "over the shortest", "GPT-2 reading 8,192 again is slower by",
-                  title=f"{args.preset}, {args.threads} threads, {replayed:.0f} replayed; GPT-2: {slow:.2f} s")  # fmt: skip
-    for length in histories:
-        median = statistics.median(seconds[length])
-        flat = ratio(seconds[histories[0]], seconds[length])
-        rows.append({"history": length, "ms": 1e3 * median, "over_shortest": flat, "gpt2_over": slow / median})
-        table.add_row(f"{length:,}", f"{1e3 * median:.1f}", str(flat), f"{slow / median:.0f}")
+    title = f"{args.preset}, {args.threads} threads, {args.rounds} rounds; GPT-2 reading 8,192: {slow:.2f} s"
+    table = Table("history", "first token, ms", "over the shortest", "GPT-2 is slower by", "stored bytes", title=title)
+    rows = []
+    for (name, values), bytes_ in zip(seconds.items(), stored, strict=True):
+        taken_, flat = ratio([0.001] * len(values), values), ratio(next(iter(seconds.values())), values)
+        over = slow / (taken_.median / 1e3)
+        rows.append({"history": name, "ms": taken_, "over_shortest": flat, "gpt2_over": over, "stored_bytes": bytes_})
+        quartiles = f"{taken_.median:.1f} ({taken_.low:.1f}-{taken_.high:.1f})"
+        table.add_row(name, quartiles, str(flat), f"{over:.0f}", f"{bytes_:,}")
     console.print(table)
     save(f"engine_resume_{args.preset}", {
-        "preset": args.preset, "threads": args.threads, "replayed": replayed, "gpt2_seconds": slow, "rows": rows,
+        "preset": args.preset, "threads": args.threads, "rounds": args.rounds, "gpt2_seconds": again, "rows": rows,
     })  # fmt: skip
 
 
