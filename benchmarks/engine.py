@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=600, help="begin no round of a part after so long (two are made)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--part", choices=["steps", "resume", "bytes"], action="append")
     parser.add_argument("--longest", type=int, default=HISTORIES[-1], help="longest history of `resume`")
@@ -129,7 +130,10 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
     config = EngineConfig(lanes=LANES, threads=args.threads)
     journal: dict[str, float] = {}
     with Engine(checkpoint, config) as plain, Engine(checkpoint, config, store) as durable:
+        began = time.monotonic()
         for number in range(-1, args.rounds):
+            if number >= 2 and time.monotonic() - began > args.seconds:
+                break
             ids = [f"r{number + 1}-{i}" for i in range(LANES)]
             for id_ in ids:
                 store.create(LOCAL, id_, settings(checkpoint))
@@ -163,7 +167,7 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
         "figure",
         "ratio",
         "wanted",
-        title=f"{args.preset}, {args.dtype}, {args.threads} threads, {args.rounds} rounds of {segment} steps",
+        title=f"{args.preset}, {args.dtype}, {args.threads} threads, {len(engine_)} rounds of {segment} steps",
     )
     for name, (value, wanted) in rows.items():
         table.add_row(name, str(value), wanted)
@@ -171,7 +175,7 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
     milliseconds = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
     console.print({name: f"{value:.2f} ms/step" for name, value in milliseconds.items()}, journal)
     save(f"engine_steps_{args.preset}_{args.threads}_{args.dtype}", {
-        "dtype": args.dtype, "preset": args.preset, "threads": args.threads, "lanes": LANES, "rounds": args.rounds,
+        "dtype": args.dtype, "preset": args.preset, "threads": args.threads, "lanes": LANES, "rounds": len(engine_),
         "ms_per_step": milliseconds,
         "ratios": {name: value for name, (value, _) in rows.items()}, "journal": journal,
     })  # fmt: skip
@@ -189,7 +193,7 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
     model, segment = checkpoint.model, checkpoint.model.config.segment
     lengths = [length for length in HISTORIES if length <= args.longest]
     cases = {f"{length:,}": length // segment * segment + segment // 2 for length in lengths}
-    cases[f"{lengths[-1]:,}, full tail"] = lengths[-1] // segment * segment
+    cases[f"{lengths[len(lengths) // 2]:,}, full tail"] = lengths[len(lengths) // 2] // segment * segment
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     peer = gpt2(model.config, positions=8_192 + 1).eval()
     again: list[float] = []
@@ -197,7 +201,10 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
         for number, count in enumerate(cases.values()):  # BOS is the first of so many ids
             store.create(LOCAL, f"h{number}", settings(checkpoint))
             engine.submit(Request(torch.randint(0, 256, (count - 1,)).tolist(), 0, GREEDY, session=f"h{number}")).result()
+        started = time.monotonic()
         for turn in range(-2, args.rounds):
+            if turn >= 2 and time.monotonic() - started > args.seconds:
+                break
             for number, name in enumerate(cases):  # each time from a fork, so that all rounds find the same session
                 store.fork(LOCAL, f"h{number}", f"h{number}-{turn + 2}")
                 taken = first_token(engine, f"h{number}-{turn + 2}")
@@ -209,7 +216,8 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
                 again.append(time.perf_counter() - began)
         stored = [store.get(LOCAL, f"h{number}").bytes for number in range(len(cases))]
     slow = statistics.median(again)
-    title = f"{args.preset}, {args.threads} threads, {args.rounds} rounds; GPT-2 reading 8,192: {slow:.2f} s"
+    rounds = len(next(iter(seconds.values())))
+    title = f"{args.preset}, {args.threads} threads, {rounds} rounds; GPT-2 reading 8,192: {slow:.2f} s"
     table = Table("history", "first token, ms", "over the shortest", "GPT-2 is slower by", "stored bytes", title=title)
     rows = []
     for (name, values), bytes_ in zip(seconds.items(), stored, strict=True):
@@ -220,7 +228,7 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
         table.add_row(name, quartiles, str(flat), f"{over:.0f}", f"{bytes_:,}")
     console.print(table)
     save(f"engine_resume_{args.preset}", {
-        "preset": args.preset, "threads": args.threads, "rounds": args.rounds, "gpt2_seconds": again, "rows": rows,
+        "preset": args.preset, "threads": args.threads, "rounds": rounds, "gpt2_seconds": again, "rows": rows,
     })  # fmt: skip
 
 
