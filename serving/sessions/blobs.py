@@ -45,7 +45,8 @@ class FolderBlobs:
                     names.append(spare)
                     continue
                 names.append(f"{hash_}-{secrets.token_hex(4)}")
-                made = self._write(names[-1], data, anew=False)
+                self._write(names[-1], data, anew=False)
+                made = True
             if made:
                 sync_folder(self.folder)
         except OSError as error:
@@ -99,8 +100,8 @@ class FolderBlobs:
             if not keep:
                 self.remove([name])
 
-    def close(self) -> None:
-        """Remove the spare files."""
+    def drop_spares(self) -> None:
+        """Remove the files that were kept to be written anew."""
         with self._lock:
             self._forget_parents()
             self.remove(name for name, _ in self._spares)

@@ -155,7 +155,7 @@ class SQLiteStore(BaseStore):
     def close(self) -> None:
         """See SessionStore."""
         self._closed = True
-        self._files.close()
+        self._files.drop_spares()
         with self._lock:
             for db in self._open:
                 db.close()
@@ -205,7 +205,11 @@ class SQLiteStore(BaseStore):
             self._files.remove(names.values())
             raise
         self._files.remove(name for name in names.values() if name not in used)
-        self._files.retire(freed)
+        if any(isinstance(write, Write) and write.record is None for write in writes):
+            self._files.remove(freed)
+            self._files.drop_spares()  # nothing of what is deleted stays in a file
+        else:
+            self._files.retire(freed)
         return verdicts
 
     def _write_all(

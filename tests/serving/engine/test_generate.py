@@ -89,7 +89,7 @@ def test_a_file_is_read_into_a_session_and_a_killed_reading_goes_on(folder: Path
     size = len(book.read_bytes())
     command = [sys.executable, "-m", "serving.cli", "generate", "--checkpoint", str(folder / "model"), "--session", "b"]
     with subprocess.Popen([*command, "--file", str(book), "--tokens", "0"], stderr=subprocess.DEVNULL) as process:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 240
         while time.monotonic() < give_up and process.poll() is None:
             try:
                 if history(folder, "b")[0] > 0:
