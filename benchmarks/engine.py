@@ -7,8 +7,9 @@ steps    seconds per step in the steady state of 32 lanes at spread positions, a
          batched model (same lanes, greedy), the engine, and the engine with 32 SQLite sessions; and the engine with one lane.
          All in turns in one process, as ratios of the same round: median (quartiles). A round is one segment of steps, so that
          each lane writes its memory, and its snapshot, once.
-resume   time to the first token (on disk) of a session in SQLite with a tail of half a segment, at growing histories, in turns;
-         and GPT-2 of the same size that reads its history of 8,192 tokens again
+resume   time to the first token (on disk) of a session in SQLite with a tail of half a segment, as on average, at growing
+         histories, and with a whole segment, as at worst; in turns with GPT-2 of the same size that reads its history of 8,192
+         tokens again
 bytes    a stored session against a KV cache
 """
 
@@ -17,6 +18,7 @@ import asyncio
 import statistics
 import tempfile
 import time
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=600, help="begin no round of a part after so long (two are made)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--part", choices=["steps", "resume", "bytes"], action="append")
     parser.add_argument("--longest", type=int, default=HISTORIES[-1], help="longest history of `resume`")
@@ -128,7 +131,10 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
     config = EngineConfig(lanes=LANES, threads=args.threads)
     journal: dict[str, float] = {}
     with Engine(checkpoint, config) as plain, Engine(checkpoint, config, store) as durable:
+        began = time.monotonic()
         for number in range(-1, args.rounds):
+            if number >= 2 and time.monotonic() - began > args.seconds:
+                break
             ids = [f"r{number + 1}-{i}" for i in range(LANES)]
             for id_ in ids:
                 store.create(LOCAL, id_, settings(checkpoint))
@@ -155,14 +161,15 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
         "tokens/s of 32 lanes over 1 lane": (ratio([x / LANES for x in engine_], single), "at least 8"),
         "engine's step over the bare step": (ratio(bare_, engine_), "below 1.10"),
         "step with SQLite over without": (ratio(engine_, durable_), "below 1.05"),
-        "  the same in processor time": (ratio(work["engine"], work["engine, SQLite"]), ""),
-        "engine over bare in processor time": (ratio(work["bare"], work["engine"]), ""),
+        "32 lanes over 1, processor time": (ratio([x / LANES for x in work["engine"]], work["engine, 1 lane"]), ""),
+        "engine over bare, processor time": (ratio(work["bare"], work["engine"]), ""),
+        "SQLite over without, processor time": (ratio(work["engine"], work["engine, SQLite"]), ""),
     }
     table = Table(
         "figure",
         "ratio",
         "wanted",
-        title=f"{args.preset}, {args.dtype}, {args.threads} threads, {args.rounds} rounds of {segment} steps",
+        title=f"{args.preset}, {args.dtype}, {args.threads} threads, {len(engine_)} rounds of {segment} steps",
     )
     for name, (value, wanted) in rows.items():
         table.add_row(name, str(value), wanted)
@@ -170,7 +177,7 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
     milliseconds = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
     console.print({name: f"{value:.2f} ms/step" for name, value in milliseconds.items()}, journal)
     save(f"engine_steps_{args.preset}_{args.threads}_{args.dtype}", {
-        "dtype": args.dtype, "preset": args.preset, "threads": args.threads, "lanes": LANES, "rounds": args.rounds,
+        "dtype": args.dtype, "preset": args.preset, "threads": args.threads, "lanes": LANES, "rounds": len(engine_),
         "ms_per_step": milliseconds,
         "ratios": {name: value for name, (value, _) in rows.items()}, "journal": journal,
     })  # fmt: skip
@@ -185,54 +192,64 @@ def settings(checkpoint: Checkpoint) -> Settings:
 
 
 def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace) -> None:
-    model = checkpoint.model
-    histories = [length for length in HISTORIES if length <= args.longest]
-    segment = model.config.segment
-    config = EngineConfig(lanes=2, threads=args.threads)
-    rows = []
-    with Engine(checkpoint, config, store) as engine:
-        for length in histories:  # half a segment behind the boundary, as sessions are on average
-            store.create(LOCAL, f"h{length}", settings(checkpoint))
-            count = length // segment * segment + segment // 2 - 1
-            engine.submit(Request(torch.randint(0, 256, (count,)).tolist(), 0, GREEDY, session=f"h{length}")).result()
-        for length in histories:
-            store.fork(LOCAL, f"h{length}", f"warm{length}")
-            first_token(engine, f"warm{length}")
-        seconds: dict[int, list[float]] = {length: [] for length in histories}
-        for number in range(args.rounds):
-            for length in histories:  # each time from a fork, so that all rounds find the same session
-                store.fork(LOCAL, f"h{length}", f"h{length}-{number}")
-                seconds[length].append(first_token(engine, f"h{length}-{number}"))
-        replayed = engine.counters.replayed / engine.counters.opened
-    config_ = model.config
-    peer = gpt2(config_, positions=8_192 + 1).eval()
-    again = []
-    with torch.inference_mode():
-        for _ in range(3):
-            began = time.perf_counter()
-            peer(torch.randint(0, 256, (1, 8_192)), use_cache=True, logits_to_keep=1)
-            again.append(time.perf_counter() - began)
+    model, segment = checkpoint.model, checkpoint.model.config.segment
+    lengths = [length for length in HISTORIES if length <= args.longest]
+    cases = {f"{length:,}": length // segment * segment + segment // 2 for length in lengths}
+    cases[f"{lengths[len(lengths) // 2]:,}, full tail"] = lengths[len(lengths) // 2] // segment * segment
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    work: dict[str, list[float]] = {name: [] for name in cases}
+    peer = gpt2(model.config, positions=8_192 + 1).eval()
+    again: list[float] = []
+    again_work: list[float] = []
+    with Engine(checkpoint, EngineConfig(lanes=2, threads=args.threads), store) as engine, torch.inference_mode():
+        for number, count in enumerate(cases.values()):  # BOS is the first of so many ids
+            store.create(LOCAL, f"h{number}", settings(checkpoint))
+            engine.submit(Request(torch.randint(0, 256, (count - 1,)).tolist(), 0, GREEDY, session=f"h{number}")).result()
+        started = time.monotonic()
+        for turn in range(-2, args.rounds):
+            if turn >= 2 and time.monotonic() - started > args.seconds:
+                break
+            for number, name in enumerate(cases):  # each time from a fork, so that all rounds find the same session
+                store.fork(LOCAL, f"h{number}", f"h{number}-{turn + 2}")
+                taken, worked = first_token(engine, f"h{number}-{turn + 2}")
+                if turn >= 0:
+                    seconds[name].append(taken)
+                    work[name].append(worked)
+            if turn % 5 == 0:
+                began, working = time.perf_counter(), time.process_time()
+                peer(torch.randint(0, 256, (1, 8_192)), use_cache=True, logits_to_keep=1)
+                again.append(time.perf_counter() - began)
+                again_work.append(time.process_time() - working)
+        stored = [store.get(LOCAL, f"h{number}").bytes for number in range(len(cases))]
     slow = statistics.median(again)
-    table = Table("history", "first token, ms", "over the shortest", "GPT-2 reading 8,192 again is slower by",
-                  title=f"{args.preset}, {args.threads} threads, {replayed:.0f} replayed; GPT-2: {slow:.2f} s")  # fmt: skip
-    for length in histories:
-        median = statistics.median(seconds[length])
-        flat = ratio(seconds[histories[0]], seconds[length])
-        rows.append({"history": length, "ms": 1e3 * median, "over_shortest": flat, "gpt2_over": slow / median})
-        table.add_row(f"{length:,}", f"{1e3 * median:.1f}", str(flat), f"{slow / median:.0f}")
+    rounds = len(next(iter(seconds.values())))
+    title = f"{args.preset}, {args.threads} threads, {rounds} rounds; GPT-2 reading 8,192: {slow:.2f} s"
+    table = Table("history", "first token, ms", "over the shortest", "GPT-2 over it", "in processor time", "bytes", title=title)
+    rows: list[dict[str, Any]] = []
+    for (name, values), bytes_ in zip(seconds.items(), stored, strict=True):
+        taken_, flat = ratio([0.001] * len(values), values), ratio(next(iter(seconds.values())), values)
+        over = slow / (taken_.median / 1e3)
+        work_over = statistics.median(again_work) / statistics.median(work[name])
+        rows.append({
+            "history": name, "ms": taken_, "over_shortest": flat, "gpt2_over": over, "gpt2_over_in_processor_time": work_over,
+            "stored_bytes": bytes_,
+        })  # fmt: skip
+        quartiles = f"{taken_.median:.1f} ({taken_.low:.1f}-{taken_.high:.1f})"
+        table.add_row(name, quartiles, str(flat), f"{over:.0f}", f"{work_over:.0f}", f"{bytes_:,}")
     console.print(table)
     save(f"engine_resume_{args.preset}", {
-        "preset": args.preset, "threads": args.threads, "replayed": replayed, "gpt2_seconds": slow, "rows": rows,
+        "preset": args.preset, "threads": args.threads, "rounds": rounds, "gpt2_seconds": again, "rows": rows,
     })  # fmt: skip
 
 
-def first_token(engine: Engine, name: str) -> float:
-    began = time.perf_counter()
+def first_token(engine: Engine, name: str) -> tuple[float, float]:
+    """Seconds until it is there, and of processor time."""
+    began, worked = time.perf_counter(), time.process_time()
     stream = engine.submit(Request([65], 4, GREEDY, session=name))
     stream.waited(60)
-    seconds = time.perf_counter() - began
+    taken = time.perf_counter() - began, time.process_time() - worked
     stream.result()
-    return seconds
+    return taken
 
 
 def compare_bytes(checkpoint: Checkpoint, args: argparse.Namespace) -> None:

@@ -1,25 +1,26 @@
 """Snapshots: a lane's state at a segment boundary, as bytes that carry everything needed to refuse what does not fit.
 
 A snapshot is memory + window + position in safetensors form, with a format version, the fingerprints of model and tokenizer and
-a checksum. `load` treats its input as hostile: sizes, shapes, types, values and fingerprints are checked, nothing is executed.
+a checksum. `load_snapshot` treats its input as hostile: sizes, shapes, types, values and fingerprints are checked, nothing is
+executed.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from lm.model.checks import finite
 from lm.model.decoder import PMI
 from lm.model.memory import memory_shapes
-from lm.model.state import State, map_tensors, named_tensors, raw_bytes
+from lm.model.state import State, named_tensors, raw_bytes
 
-FORMAT = 1
+FORMAT = 2
 """Version of the snapshot's layout."""
 MAX_POSITION = 2**62
 HEADER_BYTES = 512
@@ -56,9 +57,16 @@ class Captured:
     position: int
 
 
+class Encoded(NamedTuple):
+    """A snapshot's bytes, and the SHA-256 of its body: all behind the header, nearly all there is to hash."""
+
+    data: bytes
+    body: bytes
+
+
 def dump(model: PMI, state: State, lane: int, identity: Identity) -> bytes:
     """The snapshot of one lane; it must be at a segment boundary."""
-    return encode(capture(model, state, lane), identity)
+    return encode(capture(model, state, lane), identity).data
 
 
 def capture(model: PMI, state: State, lane: int) -> Captured:
@@ -68,36 +76,66 @@ def capture(model: PMI, state: State, lane: int) -> Captured:
         raise SnapshotError(
             f"lane {lane} is at position {position}, inside a segment of {model.config.segment}; snapshots are for boundaries"
         )
-    view = map_tensors(lambda x: x[lane : lane + 1], state)
-    copies = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in _parts(model, view).items()}
-    return Captured(copies, position)
+    parts = _parts(model, state, lane)
+    return Captured({name: x.detach().to("cpu", copy=True).contiguous() for name, x in parts.items()}, position)
 
 
-def encode(captured: Captured, identity: Identity) -> bytes:
-    """The other half of `dump`: the bytes."""
+def encode(captured: Captured, identity: Identity) -> Encoded:
+    """The other half of `dump`: the bytes. Runs beside the model, so it asks nothing of torch's threads."""
     tensors, position = captured.tensors, captured.position
-    bad = [name for name, x in tensors.items() if not finite(x)]
+    bad = [name for name, x in tensors.items() if not _finite(x)]
     if bad:
         raise SnapshotError(f"the state at position {position} is not finite in {', '.join(bad[:4])}; nothing was written")
-    return _bytes(tensors, position, _checksum(tensors, position), identity)
+    return _encoded(tensors, position, identity)
 
 
-def _bytes(tensors: dict[str, Tensor], position: int, checksum: str, identity: Identity) -> bytes:
+def _finite(x: Tensor) -> bool:
+    if x.dtype == torch.bfloat16:  # unknown to numpy: an exponent of ones is infinite or not a number
+        bits = x.view(torch.int16).numpy() & 0x7F80
+        return not bool((bits == 0x7F80).any())
+    return bool(np.isfinite(x.numpy()).all())
+
+
+def _encoded(tensors: dict[str, Tensor], position: int, identity: Identity) -> Encoded:
+    """The bytes that `safetensors.torch.save` gives (a test compares), with one copy instead of three."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    parts = [raw_bytes(tensors[name]) for name in order]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    body = digest.digest()
     about = {
         "format": str(FORMAT),
         "model": identity.model,
         "tokenizer": identity.tokenizer,
         "position": str(position),
-        "checksum": checksum,
+        "checksum": _checksum(position, body),
     }
     # one entry: safetensors writes several in no fixed order, and the same content must give the same bytes
-    return _safetensors(tensors, {"snapshot": json.dumps(about, sort_keys=True)})
+    header: dict[str, Any] = {"__metadata__": {"snapshot": json.dumps(about, sort_keys=True)}}
+    offset = 0
+    for name in order:
+        x = tensors[name]
+        header[name] = {"dtype": _KINDS[x.dtype], "shape": list(x.shape), "data_offsets": [offset, offset + x.nbytes]}
+        offset += x.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return Encoded(b"".join([len(text).to_bytes(8, "little"), text, *parts]), body)
 
 
-def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
-    """The one-lane state that `data` is a snapshot of; SnapshotError if it is damaged or belongs elsewhere."""
+def _checksum(position: int, body: bytes) -> str:
+    return hashlib.sha256(str(position).encode() + body).hexdigest()
+
+
+def load_snapshot(model: PMI, data: bytes, identity: Identity, verified: bool = False) -> State:
+    """The one-lane state that `data` is a snapshot of; SnapshotError if it is damaged or belongs elsewhere.
+
+    verified: the caller has compared the bytes' hash with that of bytes that `encode` made, so that they need not be read twice.
+    """
     memory, window = sizes(model)
-    header = HEADER_BYTES * (1 + len(_parts(model, model.blank_state(1, "meta"))))
+    blank = model.initial_state(1)
+    wanted = _parts(model, blank)
+    header = HEADER_BYTES * (1 + len(wanted))
     if not isinstance(data, bytes) or len(data) > memory + window + header or int.from_bytes(data[:8], "little") > header:
         raise SnapshotError(f"damaged snapshot: {len(data):,} bytes; this model's have at most {memory + window + header:,}")
     metadata = _metadata(data)
@@ -119,8 +157,6 @@ def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
             f"the snapshot's position is {text[:24]!r}; it must be a multiple of the segment {model.config.segment}"
         )
     position = int(text)
-    blank = model.initial_state(1)
-    wanted = _parts(model, blank)
     if tensors.keys() != wanted.keys():
         odd = sorted(tensors.keys() ^ wanted.keys())
         raise SnapshotError(f"the snapshot's parts are not this model's: {', '.join(odd[:4])[:200]}")
@@ -128,38 +164,25 @@ def load_snapshot(model: PMI, data: bytes, identity: Identity) -> State:
         if x.shape != wanted[name].shape or x.dtype != wanted[name].dtype:
             mine = f"{wanted[name].dtype} {list(wanted[name].shape)}"
             raise SnapshotError(f"{name} is {x.dtype} {list(x.shape)}, this model's is {mine}")
-        if not finite(x):
+        if not verified and not _finite(x):
             raise SnapshotError(f"{name} holds values that are not finite")
-    if metadata.get("checksum") != _checksum(tensors, position):
-        raise SnapshotError("the snapshot's checksum does not match its contents")
-    if _bytes(tensors, position, metadata["checksum"], identity) != data:
-        raise SnapshotError("the snapshot's content is sound, but not in the form that this version writes: it was tampered with")
-    for name, x in _parts(model, blank).items():
+    if not verified:
+        again = _encoded(tensors, position, identity)
+        if metadata.get("checksum") != _checksum(position, again.body):
+            raise SnapshotError("the snapshot's checksum does not match its contents")
+        if again.data != data:
+            raise SnapshotError("sound content, but not in the form that this version writes: the snapshot was tampered with")
+    for name, x in wanted.items():
         x.detach().copy_(tensors[name])
     return blank._replace(position=torch.full_like(blank.position, position)).detach()
 
 
-def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """The bytes that `safetensors.torch.save` gives (a test compares), with one copy instead of three."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for name in order:
-        x = tensors[name]
-        kind = _KINDS[x.dtype]
-        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [offset, offset + x.nbytes]}
-        offset += x.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(raw_bytes(tensors[name]) for name in order)])
-
-
-def _parts(model: PMI, state: State) -> dict[str, Tensor]:
-    """The tensors that a snapshot keeps of a one-lane state, as views of it."""
+def _parts(model: PMI, state: State, lane: int = 0) -> dict[str, Tensor]:
+    """The tensors that a snapshot keeps of a lane, as views of the state."""
     window = model.config.window
-    parts = dict(named_tensors(state.memories, "memory"))
+    parts = {name: x[lane : lane + 1] for name, x in named_tensors(state.memories, "memory")}
     for i, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
-        parts[f"window.{i}.keys"], parts[f"window.{i}.values"] = keys[0, :window], values[0, :window]
+        parts[f"window.{i}.keys"], parts[f"window.{i}.values"] = keys[lane, :window], values[lane, :window]
     return parts
 
 
@@ -175,11 +198,3 @@ def _metadata(data: bytes) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise SnapshotError("damaged snapshot: its header holds no metadata")
     return metadata
-
-
-def _checksum(tensors: dict[str, Tensor], position: int) -> str:
-    digest = hashlib.sha256(str(position).encode())
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(raw_bytes(tensors[name]))
-    return digest.hexdigest()

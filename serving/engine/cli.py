@@ -48,6 +48,10 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Seed of the draws (default: the session's, else 0).", min=0, max=2**63 - 1)
     ] = None,
+    keep_history: Annotated[
+        bool, typer.Option("--keep-history", help="A new session keeps every id (4 bytes each), so that it can be migrated.")
+    ] = False,
+    durability: Annotated[str, typer.Option(help="full, or relaxed: let a crash lose the newest.")] = "full",
     device: Device = "auto",
 ) -> None:
     """Continue a text, streaming to the terminal.
@@ -75,6 +79,8 @@ def generate(
             text = _text(file)
         if tokens == 0 and session is None:
             problems.append("--tokens 0: only reads, which needs a --session to keep it in; give one, or 1 or more tokens")
+        if keep_history and session is None:
+            problems.append("--keep-history: is for a --session; give its name")
         if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
             problems.append(f"--prompt {prompt!r}: not valid UTF-8; give text")
         with noting(problems):
@@ -83,13 +89,13 @@ def generate(
             loaded = from_pretrained(checkpoint)
         if session is not None:
             with noting(problems):
-                opened = open_store(store)
+                opened = open_store(store, durability)
     loaded.model.to(target)
     ids = loaded.tokenizer.encode(text + prompt)
     request = Request(ids, tokens, sampling, stop=tuple(stop), session=session, tenant=LOCAL)
     try:
         if opened is not None and session is not None:
-            present = _session(opened, session, loaded, given)
+            present = _session(opened, session, loaded, given, keep_history)
             request = _with_session(opened, present, request, given, resumable=file is not None)
         with Engine(loaded, EngineConfig(lanes=1, queue=1), opened) as engine, engine.submit(request) as stream:
             if file is not None:
@@ -135,19 +141,23 @@ def _sampling(values: dict[str, Any]) -> "Sampling":
         ) from error
 
 
-def _session(store: "SessionStore", name: str, checkpoint: "Checkpoint", given: dict[str, Any]) -> "Session":
+def _session(store: "SessionStore", name: str, checkpoint: "Checkpoint", given: dict[str, Any], keep_history: bool) -> "Session":
     """The session, made if it is not there."""
     from serving.engine.opening import identity
     from serving.sessions.errors import NotFoundError
     from serving.sessions.store import LOCAL, Settings
 
     try:
-        return store.get(LOCAL, name)
+        found = store.get(LOCAL, name)
+        if keep_history and not found.settings.keep_history:
+            raise UserError(f"--keep-history: session {name!r} has begun without; only a new session can keep all its ids")
+        return found
     except NotFoundError:
         mine = identity(checkpoint)
         defaults = {key: value for key, value in given.items() if key != "seed"}
         settings = Settings(
-            mine.model, mine.tokenizer, checkpoint.model.config.segment, seed=given.get("seed", 0), sampling=defaults
+            mine.model, mine.tokenizer, checkpoint.model.config.segment, given.get("seed", 0), defaults,
+            keep_history=keep_history,
         )  # fmt: skip
         return store.create(LOCAL, name, settings)
 

@@ -181,7 +181,7 @@ class Journal:
     def _change(self, entry: Entry) -> Change:
         snapshot = None
         if entry.snapshot is not None:
-            snapshot = Snapshot(entry.snapshot.position, encode(entry.snapshot, self._identity))
+            snapshot = Snapshot(entry.snapshot.position, *encode(entry.snapshot, self._identity))
             self.snapshots += 1
             self.snapshot_bytes += len(snapshot.data)
         request = entry.sequence.request

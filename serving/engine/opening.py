@@ -42,7 +42,10 @@ def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, second
         data = store.snapshot(session)
         try:
             mine = identity(checkpoint)
-            sequence.state = checkpoint.model.initial_state(1) if data is None else load_snapshot(checkpoint.model, data, mine)
+            if data is None:
+                sequence.state = checkpoint.model.initial_state(1)
+            else:
+                sequence.state = load_snapshot(checkpoint.model, data, mine, verified=True)
         except SnapshotError as error:
             raise DamagedError(
                 f"session {session.id!r}: {error}; it was made with another dtype, or `pmi sessions verify` finds more"

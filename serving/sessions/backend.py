@@ -68,6 +68,17 @@ class Write:
     history: HistoryWrite | None = None
     response: ResponseWrite | None = None
 
+    @property
+    def appends(self) -> bool:
+        """Whether all it does, besides a response, is to append ids under a lease."""
+        return (
+            self.old is not None
+            and self.record is not None
+            and self.seconds is not None
+            and self.record.boundaries is self.old.record.boundaries
+            and self.history is None
+        )
+
     def blob(self) -> tuple[str, bytes] | None:
         """Hash and bytes of the snapshot that it brings along."""
         if self.snapshot is None or self.record is None:

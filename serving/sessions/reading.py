@@ -131,12 +131,13 @@ class Reader(Backend):
         return row.record.session(tenant, id, owner, self.limits.ttl)
 
     def read_checked(self, hash_: str, what: str) -> bytes:
-        data = self.read_blob(hash_)
-        if data is None:
-            raise NotFoundError(f"{what}: its snapshot {hash_[:16]} is not in the store (any more); read the session again")
-        if records.snapshot_hash(data) != hash_:
-            raise DamagedError(f"{what}: snapshot {hash_[:16]} is damaged; go back to an earlier position or restore an export")
-        return data
+        for _ in range(2):  # a file may have been given to another snapshot while it was read: then this one is gone
+            data = self.read_blob(hash_)
+            if data is None:
+                raise NotFoundError(f"{what}: its snapshot {hash_[:16]} is not in the store (any more); read the session again")
+            if records.snapshot_hash(data) == hash_:
+                return data
+        raise DamagedError(f"{what}: snapshot {hash_[:16]} is damaged; go back to an earlier position or restore an export")
 
     def read_whole_history(self, tenant: str, id: str) -> bytes:
         return b"".join(records.unseal(piece, f"session {id!r} (history)") for piece in self.read_history(tenant, id))

@@ -19,7 +19,7 @@ import numpy as np
 from serving.sessions.errors import ConflictError, DamagedError, InvalidError, NotRetainedError, StoreError
 from serving.sessions.store import RECENT, Change, Content, Ids, Session, Settings
 
-FORMAT = 1
+FORMAT = 2
 """Version of the encoding."""
 SEAL = 8
 """Bytes of a seal."""
@@ -190,7 +190,7 @@ def decode(head: bytes | None, bounds: bytes | None, what: str) -> Record:
     plain = unseal(head, what)
     format_, version, turn, boundary, updated, length = HEAD.unpack_from(plain)
     if format_ != FORMAT:
-        raise DamagedError(f"{what}: written in format {format_}, this version reads {FORMAT}; use the newer version")
+        raise DamagedError(f"{what}: written in format {format_}, this version reads {FORMAT}; use the version that wrote it")
     about = json.loads(plain[HEAD.size : HEAD.size + length])
     listed, rest = unseal_json(bounds, f"{what} (boundaries)")
     boundaries, place = [], 0
@@ -229,9 +229,17 @@ def from_content(content: Content, now: float, old: Record | None = None) -> tup
     return made, HistoryWrite(0) if old is not None and old.settings.keep_history else None
 
 
-def snapshot_hash(data: bytes) -> str:
-    """The address of a snapshot: the hash of its bytes."""
-    return hashlib.sha256(data).hexdigest()
+def snapshot_hash(data: bytes, body: bytes | None = None) -> str:
+    """The address of a snapshot: the hash of its header and of the hash of its body, which is what follows the header.
+
+    A snapshot's checksum is made from the same hash, so that one pass over the bytes serves both. `body`: that hash, if known.
+    """
+    header = 8 + int.from_bytes(data[:8], "little")
+    if body is None:
+        body = hashlib.sha256(memoryview(data)[header:]).digest()
+    digest = hashlib.sha256(memoryview(data)[:header])
+    digest.update(body)
+    return digest.hexdigest()
 
 
 def check_place(record: Record, change: Change) -> None:
@@ -261,7 +269,8 @@ def advance(record: Record, change: Change, now: float) -> tuple[Record, History
         closed = replace(present, ids=tail[:cut])
         recent = (present.recent + closed.ids)[-4 * RECENT :]
         data = change.snapshot.data
-        boundaries = (*boundaries[:-1], closed, Boundary(place, snapshot_hash(data), len(data), recent))
+        address = snapshot_hash(data, change.snapshot.body)
+        boundaries = (*boundaries[:-1], closed, Boundary(place, address, len(data), recent))
         tail = tail[cut:]
         if record.settings.keep_history:
             history = HistoryWrite(present.position, (seal(closed.ids),))
@@ -272,12 +281,12 @@ def advance(record: Record, change: Change, now: float) -> tuple[Record, History
 
 def applied(record: Record, change: Change) -> bool:
     """Whether the change has already been made: its writer, who alone holds the lease, commits it a second time."""
+    if not change.ids or record.position != change.at + len(change.ids):
+        return False
     ids = pack(change.ids)
     visible = ids[-len(record.tail) :] if record.tail else b""
     return (
-        bool(ids)
-        and record.position == change.at + len(change.ids)
-        and record.tail.endswith(visible)
+        record.tail.endswith(visible)
         and (change.expected_version is None or record.version == change.expected_version + 1)
         and (change.snapshot is None or record.boundary == change.snapshot.position)
     )

@@ -45,6 +45,11 @@ CREATE TABLE IF NOT EXISTS pieces (
     key INTEGER NOT NULL, start INTEGER NOT NULL, ids BLOB NOT NULL, PRIMARY KEY (key, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fences (last INTEGER NOT NULL);
 """
+APPEND = (
+    "UPDATE sessions SET version = ?, until = ?, updated = ?, expires = ?, head = ? "
+    "WHERE tenant = ? AND id = ? AND version = ? AND fence = ?"
+)
+"""What nearly all writes are: some ids behind the tail. Leaves alone what has an index."""
 RAW = "tenant, id, version, fence, owner, until, head, (SELECT data FROM bounds WHERE bounds.key = sessions.key)"
 
 
@@ -117,6 +122,19 @@ class SQLiteStore(BaseStore):
         return UnavailableError(f"{self.path}: {text}")
 
     @contextmanager
+    def _unsynced(self) -> Iterator[sqlite3.Connection]:
+        """A write transaction for leases: every process sees it, but a power cut may undo it, and ends who held them too."""
+        db = self._db()
+        with self._errors():
+            db.execute("PRAGMA synchronous = NORMAL")
+        try:
+            with self._transaction():
+                yield db
+        finally:
+            with self._errors():
+                db.execute(f"PRAGMA synchronous = {self.synchronous}")
+
+    @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """A write transaction: on disk at the block's end, undone if it fails."""
         db = self._db()
@@ -137,6 +155,7 @@ class SQLiteStore(BaseStore):
     def close(self) -> None:
         """See SessionStore."""
         self._closed = True
+        self._files.drop_spares()
         with self._lock:
             for db in self._open:
                 db.close()
@@ -185,7 +204,12 @@ class SQLiteStore(BaseStore):
         except BaseException:
             self._files.remove(names.values())
             raise
-        self._files.remove([*freed, *(name for name in names.values() if name not in used)])
+        self._files.remove(name for name in names.values() if name not in used)
+        if any(isinstance(write, Write) and write.record is None for write in writes):
+            self._files.remove(freed)
+            self._files.drop_spares()  # nothing of what is deleted stays in a file
+        else:
+            self._files.retire(freed)
         return verdicts
 
     def _write_all(
@@ -193,17 +217,21 @@ class SQLiteStore(BaseStore):
     ) -> tuple[list[Verdict], set[str], list[str]]:
         """All writes in one transaction: verdicts, the files that were needed and those that are no longer.
 
-        Savepoints cost as much as the writes themselves. So first without; only if one is refused, all again with care.
+        Savepoints cost as much as the writes themselves. So first without, and what only appends in one go; only if one is
+        refused, all again with care.
         """
         verdicts: list[Verdict] = []
         used: set[str] = set()
         freed: list[str] = []
+        appends = [] if careful else [write for write in writes if isinstance(write, Write) and write.appends]
         with self._transaction() as db:
+            if appends and db.executemany(APPEND, map(self._append, appends)).rowcount != len(appends):
+                raise _RefusedError
             for write in writes:
                 if careful:
                     db.execute("SAVEPOINT one")
                 unit = _Unit(db, brought, names)
-                verdict = self._write_one(unit, write)
+                verdict = self._write_one(unit, write, not careful and isinstance(write, Write) and write.appends)
                 if verdict == "made":
                     used |= unit.used
                     freed += unit.freed
@@ -214,13 +242,26 @@ class SQLiteStore(BaseStore):
                 if careful:
                     db.execute("RELEASE one")
                 verdicts.append(verdict)
+            self._files.touch(freed)
         return verdicts, used, freed
 
-    def _write_one(self, unit: "_Unit", write: Write | ResponseWrite) -> Verdict:
-        """One write; what it did is undone by the caller if it is refused."""
+    def _append(self, write: Write) -> tuple[Any, ...]:
+        """The values of APPEND."""
+        old, record = write.old, write.record
+        assert old is not None
+        assert record is not None
+        return (
+            record.version, self.clock() + (write.seconds or 0.0), record.updated, record.expires(None), record.head(),
+            write.tenant, write.id, old.record.version, old.fence,
+        )  # fmt: skip
+
+    def _write_one(self, unit: "_Unit", write: Write | ResponseWrite, appended: bool) -> Verdict:
+        """One write (`appended`: but for its response); what it did is undone by the caller if it is refused."""
         db = unit.db
         if isinstance(write, ResponseWrite):
             return "made" if self._write_response(db, write) else "response"
+        if appended:
+            return "made" if write.response is None or self._write_response(db, write.response) else "response"
         old, record, tenant, id = write.old, write.record, write.tenant, write.id
         if record is None:
             assert old is not None
@@ -289,7 +330,7 @@ class SQLiteStore(BaseStore):
 
     def take(self, tenant: str, id: str, owner: str, seconds: float) -> tuple[int | None, str | None, float]:
         """See Backend."""
-        with self._transaction() as db:
+        with self._unsynced() as db:
             row = db.execute("SELECT key, owner, until FROM sessions WHERE tenant = ? AND id = ?", (tenant, id)).fetchone()
             now = self.clock()
             if row is None:
@@ -303,7 +344,7 @@ class SQLiteStore(BaseStore):
     def prolong(self, leases: Sequence[Lease]) -> Sequence[bool]:
         """See Backend."""
         alive = []
-        with self._transaction() as db:
+        with self._unsynced() as db:
             now = self.clock()
             for lease in leases:
                 fence = lease.fence if lease.seconds else self._fence(db)  # given back: worth nothing from now on

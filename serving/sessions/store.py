@@ -123,6 +123,8 @@ class Snapshot:
 
     position: int
     data: bytes
+    body: bytes | None = None
+    """SHA-256 of what follows the header in `data`, where its writer knows it (None: computed)."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_values_that_are_not_finite_are_never_written() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "2"}, "format is '2', here it is '1'"),
+        ({"format": "1"}, "format is '1', here it is '2'"),
         ({"model": "other"}, "model is 'other'"),
         ({"tokenizer": "other"}, "tokenizer is 'other'"),
         ({"position": "25"}, "multiple of the segment"),

@@ -111,6 +111,32 @@ def test_stop_strings_end_the_text_and_events_join_to_it(engine: Engine) -> None
     assert sum(len(event.ids) for event in events) < 60
 
 
+def test_who_comes_or_leaves_during_a_step_is_heeded_before_the_next(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, inside, go_on, sizes = PMI.forward, threading.Event(), threading.Event(), []
+
+    def forward(self: PMI, tokens: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        if inside.is_set() or len(tokens) == 2:
+            sizes.append(tuple(tokens.shape))
+        if len(sizes) == 1:
+            inside.set()
+            assert go_on.wait(10)
+        return inner(self, tokens, *args, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PMI, "forward", forward)
+        staying, leaving = (engine.submit(Request([i], 40, GREEDY)) for i in (1, 2))
+        assert inside.wait(10)  # both decode, and the step hangs in the model
+        leaving.cancel()
+        coming = engine.submit(Request([3, 4], 9, GREEDY))
+        assert not coming.waited(0.05)
+        go_on.set()
+        assert coming.result().ids == tuple(greedy(checkpoint(), [3, 4], 9)[0])
+        assert leaving.result().finish == "cancelled"
+        assert staying.result().ids == tuple(greedy(checkpoint(), [1], 40)[0])
+    # the step of two, one of the lane that stays with the new prompt behind it, then both
+    assert sizes[:4] == [(2, 1), (1, 1), (1, 3), (2, 1)]
+
+
 def test_a_long_prompt_never_delays_others_by_more_than_a_segment(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     inner = PMI.forward

@@ -63,6 +63,18 @@ def test_the_first_calls_settings_are_the_sessions_defaults(folder: Path, capfd:
     assert capfd.readouterr().out.endswith(drawn.out)
 
 
+def test_a_session_keeps_its_history_where_asked_at_its_beginning(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert generate(folder, "--prompt", "Ahab", "--tokens", "9", "--temperature", "0", "--session", "s", "--keep-history") == 0
+    assert generate(folder, "--tokens", "20", "--session", "s", "--keep-history") == 0
+    store = open_store()
+    ids = [256, *b"Ahab"]
+    assert list(store.history(LOCAL, "s")) == [*ids, *greedy(checkpoint(), ids[1:], 29)[0]]
+    store.close()
+    assert generate(folder, "--tokens", "1", "--session", "t") == 0
+    assert generate(folder, "--tokens", "1", "--session", "t", "--keep-history") == 2
+    assert "only a new session" in capfd.readouterr().err
+
+
 def test_stop_strings_end_the_text(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert generate(folder, "--temperature", "0", "--tokens", "60") == 0
     whole = capfd.readouterr().out
@@ -77,7 +89,7 @@ def test_a_file_is_read_into_a_session_and_a_killed_reading_goes_on(folder: Path
     size = len(book.read_bytes())
     command = [sys.executable, "-m", "serving.cli", "generate", "--checkpoint", str(folder / "model"), "--session", "b"]
     with subprocess.Popen([*command, "--file", str(book), "--tokens", "0"], stderr=subprocess.DEVNULL) as process:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 240
         while time.monotonic() < give_up and process.poll() is None:
             try:
                 if history(folder, "b")[0] > 0:
@@ -97,9 +109,10 @@ def test_a_file_is_read_into_a_session_and_a_killed_reading_goes_on(folder: Path
 
 def test_every_mistake_is_named_at_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "bad.txt").write_bytes(b"ok \xff")
-    assert generate(folder, "--file", str(folder / "bad.txt"), "--tokens", "0", "--top-p", "0", "--device", "gpu") == 2
+    wrong = ["--tokens", "0", "--top-p", "0", "--device", "gpu", "--keep-history"]
+    assert generate(folder, "--file", str(folder / "bad.txt"), *wrong) == 2
     error = capfd.readouterr().err
-    for part in ("UTF-8", "byte 3", "--tokens 0", "--session", "--top-p: 0", "'gpu'"):
+    for part in ("UTF-8", "byte 3", "--tokens 0", "--session", "--top-p: 0", "'gpu'", "--keep-history"):
         assert part in error
     assert generate(folder, "--file", str(folder / "none.txt"), "--session", "a b", "--store", "nowhere") == 2
     error = capfd.readouterr().err

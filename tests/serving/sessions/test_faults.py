@@ -19,7 +19,16 @@ import pytest
 import redis
 
 from serving.sessions.base import BaseStore
-from serving.sessions.errors import BusyError, ConflictError, DamagedError, FullError, InvalidError, StoreError, UnavailableError
+from serving.sessions.errors import (
+    BusyError,
+    ConflictError,
+    DamagedError,
+    FullError,
+    InvalidError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
 from serving.sessions.local_redis import LocalRedis
 from serving.sessions.redis import RedisStore
 from serving.sessions.sqlite import SQLiteStore
@@ -369,7 +378,8 @@ def test_a_full_disk_is_reported_and_nothing_acknowledged_is_lost(tmp_path: Path
     assert "Nothing was changed" in message
     store = make()
     assert check_lanes(store, reached) == reached
-    assert not [x for x in os.listdir(tmp_path / "s.db-blobs") if x.endswith(".part")]
+    named = {file for (file,) in store._query("SELECT file FROM blobs WHERE file IS NOT NULL")}
+    assert set(os.listdir(tmp_path / "s.db-blobs")) == named  # nothing half-written is left
     run_lanes(store, 1, 20, lambda _: None)  # with room again it goes on
     store.close()
 
@@ -531,7 +541,7 @@ def test_files_that_a_crashed_writer_left_are_collected_when_they_are_old(make: 
     if not folders:
         store.close()
         return  # this store keeps no files
-    for name, age in (("old-1", 7200), (".x.part", 7200), ("new-1", 10)):
+    for name, age in (("old-1", 7200), ("old-2", 7200), ("new-1", 10)):
         (folders[0] / name).write_bytes(b"x")
         os.utime(folders[0] / name, (time.time() - age,) * 2)
     for file in folders[0].iterdir():
@@ -540,6 +550,49 @@ def test_files_that_a_crashed_writer_left_are_collected_when_they_are_old(make: 
     assert store.evict().orphans == 2
     assert list(store.verify()) == []
     store.close()
+
+
+def test_files_are_written_anew_but_never_one_that_a_session_refers_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = SQLiteStore(tmp_path / "s.db"), SQLiteStore(tmp_path / "s.db")
+    store.create("t", "s", replace(SETTINGS, retain=0))
+    lease, at = store.lease("t", "s", "w", 60), 0
+
+    def cross() -> None:
+        nonlocal at
+        place = at // 4 * 4 + 4
+        data = bytes([place // 4]) * ((1 << 20) + 1 + place)
+        assert isinstance(store.commit([Change(lease, at, range(at, place + 1), Snapshot(place, data))])[0], Committed)
+        at = place + 1
+
+    forks: dict[str, bytes | None] = {}
+    for number in range(8):
+        cross()
+        if number % 3 == 0:
+            store.fork("t", "s", f"f{number}")
+            forks[f"f{number}"] = store.snapshot(store.get("t", "s"))
+    for id, data in forks.items():
+        assert other.snapshot(other.get("t", id)) == data
+    assert list(other.verify()) == []
+    named = {file for (file,) in store._query("SELECT file FROM blobs WHERE file IS NOT NULL")}
+    assert len(os.listdir(tmp_path / "s.db-blobs")) <= len(named) + 2  # of the snapshots that are gone one file or two are left
+    # one that reads while its file is written anew is told that the snapshot is gone, not that it is damaged
+    seen, read = other.get("t", "s"), other._files.get
+
+    def slow(name: str) -> bytes | None:
+        half = read(name)
+        cross()
+        cross()
+        return half and half[: len(half) // 2] + (read(name) or b"")[len(half) // 2 :]
+
+    monkeypatch.setattr(other._files, "get", slow)
+    with pytest.raises(NotFoundError, match="any more"):
+        other.snapshot(seen)
+    store.release([lease])
+    for id in ("s", *forks):
+        store.delete("t", id)
+    assert os.listdir(tmp_path / "s.db-blobs") == []  # what is deleted is gone from every file
+    store.close()
+    other.close()
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def poisoned(value: float) -> np.ndarray:
     tensors = safetensors.torch.load(data)
     about = snapshot._metadata(data)
     next(iter(tensors.values())).view(-1)[3] = value
-    about["checksum"] = snapshot._checksum(tensors, int(about["position"]))
-    return np.frombuffer(safetensors.torch.save(tensors, {"snapshot": json.dumps(about, sort_keys=True)}), np.uint8)
+    mine = snapshot.Identity(about["model"], about["tokenizer"])
+    return np.frombuffer(snapshot._encoded(tensors, int(about["position"]), mine).data, np.uint8)
 
 
 HOSTILE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
