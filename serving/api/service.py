@@ -166,7 +166,9 @@ class Service:
         """The turn that this request has started before. If there is none, its session must be at the version it expects."""
         if session is None:
             return None
-        found = await aside(self.turns.known, session, self._attempt(caller, body, kind, session))
+        found = None
+        if caller.key is not None or caller.retry:
+            found = await aside(self.turns.known, session, self._attempt(caller, body, kind, session))
         if found is not None:
             return self.noted(self.turns.join(found), caller)
         if version is not None and version != session.version:
