@@ -146,6 +146,11 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
     stderr.print("stopping: streams under way are finished first (interrupt again to cut them off)")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda got, _: os._exit(130))
+    # Serve's own shutdown begins with the proxies, which cuts every stream off: first the application, while they live
+    rayserve.delete("pmi", _blocking=False)
+    give_up = time.monotonic() + config.scaling.drain + 15
+    while "pmi" in rayserve.status().applications and time.monotonic() < give_up:
+        time.sleep(0.1)
     rayserve.shutdown()
     ray.shutdown()
 
