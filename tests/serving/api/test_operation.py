@@ -129,13 +129,14 @@ class RunningRay:
             f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}",
         )  # fmt: skip
 
-    def run(self, module: str, *arguments: str) -> None:
-        """A command to its end."""
+    def run(self, module: str, *arguments: str, works: bool = True) -> str:
+        """A command to its end, which must be a good one (or not); what it printed."""
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments], env=self.environment, cwd=ROOT, capture_output=True, text=True,
             check=False, timeout=180,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert (done.returncode == 0) == works, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout + done.stderr
 
     def processes(self) -> list[psutil.Process]:
         """Ours, by the folder that only we use, and all below."""
@@ -179,7 +180,7 @@ def ray_cluster() -> Iterator[RunningRay]:
         made.close()
 
 
-def test_serve_run_and_serve_deploy_work_on_a_running_cluster_and_a_dead_loop_is_replaced(
+def test_serve_run_and_serve_deploy_work_a_dead_loop_is_replaced_and_sqlite_is_refused_on_two_nodes(
     ray_cluster: RunningRay, folder: Path, tmp_path: Path
 ) -> None:
     ray, store = ray_cluster, f"sqlite:///{tmp_path}/sessions.db"
@@ -212,3 +213,7 @@ def test_serve_run_and_serve_deploy_work_on_a_running_cluster_and_a_dead_loop_is
     within(30, lambda: all(ray.answers() for _ in range(6)), "not all requests are answered again")
     assert ray.ask().json()["choices"][0]["text"] == expected("The whale", 12)
     print(f"a replica whose loop had ended was replaced after {seconds:.0f} s")
+    # a second node: now the replicas could not share the file
+    ray.run("ray.scripts.scripts", "start", f"--address=127.0.0.1:{ray.gcs}", "--num-cpus=1", "--object-store-memory=100000000")
+    said = ray.run("ray.serve.scripts", "run", "serving.app:build", f"checkpoint={folder}", f"store={store}", works=False)
+    assert "SQLite serves the replicas of one machine only" in said
