@@ -150,7 +150,7 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
     rayserve.delete("pmi", _blocking=False)
     give_up = time.monotonic() + config.scaling.drain + 15
     while "pmi" in rayserve.status().applications and time.monotonic() < give_up:
-        time.sleep(0.1)
+        time.sleep(0.3)
     rayserve.shutdown()
     ray.shutdown()
 
