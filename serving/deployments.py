@@ -283,6 +283,10 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         return make_app(self.service)
 
+    def check_health(self) -> None:
+        """Being asked is what tells a replica that it is not stopping: see Service.leaving."""
+        self.service.asked = time.perf_counter()
+
 
 def check_store(config: ServeConfig) -> None:
     """UserError where replicas could not share the store: SQLite is one machine's."""
