@@ -103,10 +103,15 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
 
         import ray
 
-        ray.init(
-            address="local", include_dashboard=False, object_store_memory=200 << 20, _metrics_export_port=metrics_port,
-            logging_level=logging.ERROR, log_to_driver=False, configure_logging=True,
-        )  # fmt: skip
+        try:
+            ray.init(
+                address="local", include_dashboard=False, object_store_memory=200 << 20, _metrics_export_port=metrics_port,
+                logging_level=logging.ERROR, log_to_driver=False, configure_logging=True,
+            )  # fmt: skip
+        except Exception as error:  # Ray's own are of many kinds; it gives up after 30 s, whatever else the machine does
+            raise UserError(
+                f"Ray did not start ({error}); see /tmp/ray/session_latest/logs, or try again with less load"
+            ) from error
         os.environ["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "1"  # this process, unlike a replica, has no event loop
         from ray import serve as rayserve
 

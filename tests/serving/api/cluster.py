@@ -57,7 +57,15 @@ class Cluster:
         raise RuntimeError(f"no line {start!r}: {self.output}")
 
     def start(self, patience: float = 240) -> float:
-        """Start it and wait for its address; the seconds that took."""
+        """Start it and wait for its address; the seconds that took. Where the machine is too busy for Ray, a second time."""
+        try:
+            return self._start(patience)
+        except RuntimeError as error:
+            if "Ray did not start" not in str(error):
+                raise
+            return self._start(patience)
+
+    def _start(self, patience: float) -> float:
         began = time.monotonic()
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200",
