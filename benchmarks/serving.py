@@ -3,9 +3,12 @@
     make bench-serving
     python -m benchmarks.serving --part load --minutes 10
 
-speed   N streams of sessions at a time, greedy, to the end: through `pmi serve` with one engine replica (default settings), and
-        through an engine in this process over a SQLite store of its own; in turns, as ratios of the same round. The client reads
-        raw sockets in one event loop, so that it costs little; it runs on the same cores
+speed   N streams of sessions that all start at once, greedy, to the end: through `pmi serve` with one engine replica, and
+        through an engine in this process over a SQLite store of its own with as many threads; in turns, as ratios of the same
+        round. Time to the first token is the median over the streams, so that of one stream alone is the row 1. Processor
+        time is that of all processes (the service's, and the client's part), per token: it says what the network and the
+        other processes cost, also where the machine is busy. The client reads raw sockets in one event loop, so that it costs
+        little; it runs on the same cores
 load    64 streaming sessions on 2 replicas; every now and then a replica is killed with kill -9. Every stream is resumed until it
         is complete and compared with what the model says alone: a lost, repeated or foreign token would show
 """
@@ -50,18 +53,20 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in the engine of either side")
+    parser.add_argument("--throughput", action="store_true", help="Ray's throughput mode with HAProxy")
     parser.add_argument("--minutes", type=float, default=1.0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     model = draw_zeros(PMI(load_model_config(args.preset, ["dropout=0"]))).eval()
     checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_pretrained(model, checkpoint.tokenizer, folder / "bench")
-        cluster = Cluster(folder, folder / "bench", free_port(), "--set", "engine.lanes=64", "--set", "engine.queue=64", *(
-            ["--set", "scaling.replicas=1"] if args.part == "speed" else []
-        ))  # fmt: skip
+        changes = ["engine.lanes=64", "engine.queue=64", f"engine.threads={args.threads}", f"http.throughput={args.throughput}"]
+        changes += ["scaling.replicas=1"] if args.part == "speed" else []
+        cluster = Cluster(folder, folder / "bench", free_port(), *(part for change in changes for part in ("--set", change)))
         try:
             console.print(f"serving after {cluster.start():.0f} s")
             if args.part == "speed":
@@ -118,8 +123,16 @@ async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: ar
     settings = Settings(mine.model, mine.tokenizer, checkpoint.model.config.segment)
     ids = checkpoint.tokenizer.encode(PROMPT)
     number = 0
-    table = Table("streams", "engine tok/s", "service tok/s", "ratio (quartiles)", "first token: engine ms", "service ms", "over")
+    table = Table(
+        "streams", "engine tok/s", "service tok/s", "ratio (quartiles)", "first token: engine ms", "service ms",
+        "over (quartiles)", "processor ms per token: engine", "service",
+    )  # fmt: skip
     rows = []
+
+    def worked() -> float:
+        """Processor seconds so far: of this process, and of all of the service's."""
+        return time.process_time() + sum(sum(times[:2]) for times in cluster.times())
+
     with Engine(checkpoint, EngineConfig(lanes=64), store) as engine:
 
         async def own(id: str) -> float:
@@ -131,6 +144,7 @@ async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: ar
         for streams in args.streams:
             seconds: dict[str, list[float]] = {"engine": [], "service": []}
             firsts: dict[str, list[float]] = {"engine": [], "service": []}
+            work: dict[str, list[float]] = {"engine": [], "service": []}
             for round_ in range(-1, args.rounds):
                 number += 1
                 names = [f"b{number}-{i}" for i in range(streams)]
@@ -139,24 +153,35 @@ async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: ar
                     await make(cluster.url, name)
                 order = ["engine", "service"] if round_ % 2 else ["service", "engine"]
                 for who in order:
+                    before = worked() if who == "service" else time.process_time()
                     began = time.perf_counter()
                     calls = [own(n) if who == "engine" else stream(cluster.url, n, args.tokens) for n in names]
                     found = await asyncio.gather(*calls)
+                    took = time.perf_counter() - began
+                    used = (worked() if who == "service" else time.process_time()) - before
                     if round_ >= 0:
-                        seconds[who].append(time.perf_counter() - began)
-                        firsts[who].append(statistics.median(found))
+                        seconds[who].append(took)
+                        firsts[who].append(1000 * statistics.median(found))
+                        work[who].append(1000 * used / (streams * args.tokens))
             total = streams * args.tokens
             found_ratio = ratio(seconds["service"], seconds["engine"])
+            over = [b - a for a, b in zip(firsts["engine"], firsts["service"], strict=True)]
+            low, median, high = statistics.quantiles(over, n=4, method="inclusive")
             rate = {who: total / statistics.median(values) for who, values in seconds.items()}
-            first = {who: 1000 * statistics.median(values) for who, values in firsts.items()}
-            rows.append({"streams": streams, "ratio": found_ratio, "tokens_per_second": rate, "first_token_ms": first})
+            first = {who: statistics.median(values) for who, values in firsts.items()}
+            cost = {who: statistics.median(values) for who, values in work.items()}
+            row = {"streams": streams, "ratio": found_ratio, "tokens_per_second": rate, "first_token_ms": first}
+            rows.append(row | {"first_token_over_ms": [low, median, high], "processor_ms_per_token": cost})
             table.add_row(
                 str(streams), f"{rate['engine']:.0f}", f"{rate['service']:.0f}", str(found_ratio), f"{first['engine']:.0f}",
-                f"{first['service']:.0f}", f"{first['service'] - first['engine']:+.0f}",
+                f"{first['service']:.0f}", f"{median:+.0f} ({low:+.0f} to {high:+.0f})", f"{cost['engine']:.2f}",
+                f"{cost['service']:.2f}",
             )  # fmt: skip
     store.close()
     console.print(table)
-    save(f"serving_{args.preset}", {"preset": args.preset, "tokens": args.tokens, "rows": rows})
+    mode = "throughput" if args.throughput else "default"
+    about = {"preset": args.preset, "tokens": args.tokens, "rounds": args.rounds, "threads": args.threads, "mode": mode}
+    save(f"serving_{args.preset}_{args.threads}_{mode}", about | {"rows": rows})
 
 
 # --- load ----------------------------------------------------------------------------------------------------------

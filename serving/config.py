@@ -59,7 +59,11 @@ class ScalingSettings(Schema):
     max_replicas: int | None = Field(None, ge=1)
     """More than `replicas`: scale by ongoing requests up to so many."""
     target_ongoing: float | None = Field(None, gt=0)
-    """Requests per replica that autoscaling aims at (default: as many as there are lanes)."""
+    """Requests per replica, in lanes or waiting, that autoscaling aims at (default: as many as there are lanes)."""
+    grow_after: float = Field(10.0, gt=0)
+    """Seconds that the load must last before autoscaling adds replicas."""
+    shrink_after: float = Field(300.0, gt=0)
+    """Seconds of less load before it removes some (their streams are finished first)."""
     ingress_replicas: int = Field(1, ge=1)
     """Replicas that speak HTTP."""
     engine_cpus: float = Field(0.1, ge=0)
@@ -126,7 +130,7 @@ class HttpSettings(Schema):
     queued: int = Field(1024, ge=1)
     """Requests that may wait for one; more are answered with 503."""
     throughput: bool = False
-    """Ray's throughput mode with HAProxy in front. It listens on all interfaces, so it needs keys."""
+    """Ray's throughput mode: HAProxy in front instead of a proxy in Python (Linux). On a cluster, set Ray's environment."""
 
 
 class ServeConfig(Schema):
@@ -175,8 +179,6 @@ class ServeConfig(Schema):
                 f"engine.device {self.engine.device!r}: Ray shows a replica only the GPUs that are reserved for it; "
                 "--set scaling.engine_gpus=1"
             )
-        if self.http.throughput and self.keys is None:
-            problems.append("http.throughput: its proxy listens on all interfaces, which needs API keys; see `pmi keys create`")
         if problems:
             raise ValueError("\n".join(problems))
         return self

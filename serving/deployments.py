@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import grpc
 import ray
 import torch
 from ray import serve
@@ -155,10 +156,12 @@ class RayEngine:
 
     def __init__(self, handle: DeploymentHandle, info: ModelInfo) -> None:
         self.handle, self.info = handle, info
+        # plain pickle: there are no lambdas in what is sent, and cloudpickle takes ten times as long
+        self._streams = handle.options(stream=True, request_serialization="pickle", response_serialization="pickle")
 
     async def generate(self, request: Request, progress: bool = False) -> AsyncGenerator[Chunk]:
         """See EngineClient."""
-        handle = self.handle.options(stream=True)
+        handle = self._streams
         if request.session is not None:
             handle = handle.options(session_id=f"{request.tenant}/{request.session}")
         response = None
@@ -172,8 +175,13 @@ class RayEngine:
                 yield item
         except BackPressureError as error:
             raise ApiError(503, "service_overloaded", "all engines are busy and their queues full; try again later") from error
-        except (RayActorError, TaskCancelledError, RayServeException) as error:
-            raise EngineLostError(str(error).splitlines()[0]) from error
+        except (RayActorError, TaskCancelledError, RayServeException, grpc.RpcError) as error:
+            raise EngineLostError((str(error) or type(error).__name__).splitlines()[0]) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise EngineLostError("the engine's replica stops") from error  # it is the replica that was cancelled, not we
         except RayError as error:
             log.exception("engine", extra={"facts": {"session": request.session}})
             raise EngineStoppedError("the engine failed; its log has the reason") from error
@@ -275,6 +283,10 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         return make_app(self.service)
 
+    def check_health(self) -> None:
+        """Being asked is what tells a replica that it is not stopping: see Service.leaving."""
+        self.service.asked = time.perf_counter()
+
 
 def check_store(config: ServeConfig) -> None:
     """UserError where replicas could not share the store: SQLite is one machine's."""
@@ -307,6 +319,9 @@ def application(config: ServeConfig) -> serve.Application:
         size = {
             "autoscaling_config": {
                 "min_replicas": scaling.replicas, "max_replicas": scaling.max_replicas, "target_ongoing_requests": target,
+                "upscale_delay_s": scaling.grow_after, "downscale_delay_s": scaling.shrink_after,
+                # what is decided by is the mean over this time, asked for this often
+                "look_back_period_s": min(30.0, scaling.grow_after), "metrics_interval_s": min(10.0, scaling.grow_after / 2),
             }
         }  # fmt: skip
     router = RequestRouterConfig(

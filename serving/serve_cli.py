@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lm.commands import Commands, Device, stderr, stdout
 from lm.errors import UserError, collecting, noting
+from serving.local_ray import environment, free_port
 
 if TYPE_CHECKING:
     from serving.config import ServeConfig
@@ -69,6 +70,7 @@ def serve(
     def load() -> ServeConfig:
         return load_serve_config(config, changes, set_)
 
+    settings: dict[str, str] = {}
     with collecting() as problems:
         loaded = ServeConfig()
         with noting(problems):
@@ -91,25 +93,31 @@ def serve(
         chosen, chosen_metrics = loaded.http.port or free_port(), metrics_port or free_port()
         with noting(problems):
             _check_port(loaded.http.host, chosen)
+        with noting(problems):
+            settings = environment(loaded.http, os.environ)
+    os.environ |= settings
     _run(loaded, load, chosen, chosen_metrics)
 
 
 def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, metrics_port: int) -> None:
     began = time.monotonic()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves replicas beside any other program
-    if config.http.throughput:
-        os.environ |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
     with stderr.status("starting Ray") as status:
         import logging
 
         import ray
+
+        try:
+            ray.init(
+                address="local", include_dashboard=False, object_store_memory=200 << 20, _metrics_export_port=metrics_port,
+                logging_level=logging.ERROR, log_to_driver=False, configure_logging=True,
+            )  # fmt: skip
+        except Exception as error:  # Ray's own are of many kinds; it gives up after 30 s, whatever else the machine does
+            raise UserError(
+                f"Ray did not start ({error}); see /tmp/ray/session_latest/logs, or try again with less load"
+            ) from error
+        os.environ["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "1"  # this process, unlike a replica, has no event loop
         from ray import serve as rayserve
 
-        ray.init(
-            address="local", include_dashboard=False, object_store_memory=200 << 20, _metrics_export_port=metrics_port,
-            logging_level=logging.ERROR, log_to_driver=False, configure_logging=True,
-        )  # fmt: skip
         from serving.deployments import application
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -146,6 +154,11 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
     stderr.print("stopping: streams under way are finished first (interrupt again to cut them off)")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda got, _: os._exit(130))
+    # Serve's own shutdown begins with the proxies, which cuts every stream off: first the application, while they live
+    rayserve.delete("pmi", _blocking=False)
+    give_up = time.monotonic() + config.scaling.drain + 15
+    while "pmi" in rayserve.status().applications and time.monotonic() < give_up:
+        time.sleep(0.3)
     rayserve.shutdown()
     ray.shutdown()
 
@@ -189,6 +202,8 @@ def _tell(config: Any, where: str, metrics_port: int, seconds: float) -> None:
     if config.keys is None:
         stdout.print("no API keys: this machine only (pmi keys create makes one, --keys FILE uses them)")
     stdout.print(f"metrics: http://127.0.0.1:{metrics_port}/metrics     API: {where}/docs", soft_wrap=True)
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        stdout.print("RAY_AUTH_MODE=disabled: whoever reaches Ray's ports can run programs here (docs/security.md)")
     print(f"try: curl{key} {where}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
@@ -208,13 +223,6 @@ def _check_port(host: str, port: int) -> None:
             raise UserError(
                 f"--port {port}: cannot listen on {host} ({error.strerror}); choose another, or 0 for a free one"
             ) from error
-
-
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 # --- keys ----------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ async def answer(service: Service, caller: Caller, turns: list[Turn], stream: bo
         service.metrics("pmi_disconnects")
 
     headers = {"X-Response-Id": turns[0].id} if turns[0].resumable else {}
-    return EventStream(writer.events(first, merged), headers, gone)
+    return EventStream(writer.events(first, merged, caller.request.state.began), headers, gone)
 
 
 async def merge(streams: list[AsyncGenerator[Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
@@ -166,7 +166,7 @@ class Writer:
     """One answer in OpenAI's forms."""
 
     def __init__(self, service: Service, turns: list[Turn], usage: bool) -> None:
-        self.turns, self.usage = turns, usage
+        self.service, self.turns, self.usage = service, turns, usage
         self.chat = turns[0].plan.kind == "chat"
         served = service.models[turns[0].model]
         self.tokenizer = served.tokenizer
@@ -199,7 +199,9 @@ class Writer:
             headers["X-Session-Version"] = str(mark.version)
         return JSONResponse(body, headers=headers | ({"X-Response-Id": self.turns[0].id} if self.turns[0].resumable else {}))
 
-    async def events(self, first: tuple[int, Piece], merged: AsyncGenerator[tuple[int, Piece]]) -> AsyncGenerator[bytes]:
+    async def events(
+        self, first: tuple[int, Piece], merged: AsyncGenerator[tuple[int, Piece]], began: float
+    ) -> AsyncGenerator[bytes]:
         """Everything as it comes; an error in the middle is an event that says how to go on."""
         try:
             begun: set[int] = set()
@@ -212,6 +214,8 @@ class Writer:
                         yield self._event(index, piece, index not in begun)
                         begun.add(index)
                     item = await anext(merged, None)
+                    if item is not None and self.service.leaving(began):
+                        raise ApiError(503, "interrupted", "this part of the service stops; resume the response", retry=1)
             if self.usage:
                 yield event(self.head | {"object": self._object, "choices": [], "usage": self._usage()})
             yield event("[DONE]")

@@ -178,39 +178,37 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        sending = asyncio.ensure_future(self._send(send))
-        left = asyncio.ensure_future(_left(receive))
+        self._sent = asyncio.get_running_loop().time()
+        tasks = [asyncio.ensure_future(work) for work in (self._send(send), _left(receive), self._keep_alive(send))]
+        sending = tasks[0]
         try:
-            await asyncio.wait({sending, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
-            else:
-                self.gone()
         finally:
-            await _stopped(sending)
-            await _stopped(left)
+            if not sending.done():  # the reader has left, or the proxy has cancelled us because it did
+                self.gone()
+            for task in tasks:
+                await _stopped(task)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        loop = asyncio.get_running_loop()
         async with contextlib.aclosing(self.events) as events:
-            waiting: asyncio.Future[bytes] | None = None
-            try:
-                while True:
-                    waiting = waiting or asyncio.ensure_future(anext(events))
-                    done, _ = await asyncio.wait({waiting}, timeout=KEEP_ALIVE)
-                    if not done:
-                        await send({"type": "http.response.body", "body": b": still here\n\n", "more_body": True})
-                        continue
-                    try:
-                        event = waiting.result()
-                    except StopAsyncIteration:
-                        break
-                    waiting = None
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            finally:
-                if waiting is not None:
-                    await _stopped(waiting)
+            async for event in events:
+                self._sent = loop.time()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """A comment whenever there was silence, so that nobody in between takes the connection for dead."""
+        loop = asyncio.get_running_loop()
+        while True:
+            silence = loop.time() - self._sent
+            await asyncio.sleep(KEEP_ALIVE - silence)
+            if loop.time() - self._sent >= KEEP_ALIVE:
+                self._sent = loop.time()
+                await send({"type": "http.response.body", "body": b": still here\n\n", "more_body": True})
 
 
 def event(data: dict[str, Any] | str, id: str | None = None) -> bytes:

@@ -24,6 +24,8 @@ from serving.metrics import Metrics
 from serving.sessions.base import BaseStore
 from serving.sessions.store import LOCAL, Session
 
+LAST_SECONDS = 2.0
+"""Before a replica that stops is killed, its streams are told how to go on."""
 LONG_TEXT = 100_000
 """Characters from which on a text is tokenised in a thread."""
 
@@ -53,6 +55,8 @@ class Service:
     ) -> None:  # fmt: skip
         self.config, self.store, self.limiter, self.metrics, self.keys = config, store, limiter, metrics, keys
         self.models = {served.client.info.fingerprint: served for served in models}
+        self.asked: float | None = None
+        """When somebody last asked for this replica's health (perf_counter)."""
         self.turns = Turns(store, self.models, config.engine.lease, metrics)
 
     # --- who ---------------------------------------------------------------------------------------------------
@@ -166,7 +170,9 @@ class Service:
         """The turn that this request has started before. If there is none, its session must be at the version it expects."""
         if session is None:
             return None
-        found = await aside(self.turns.known, session, self._attempt(caller, body, kind, session))
+        found = None
+        if caller.key is not None or caller.retry:
+            found = await aside(self.turns.known, session, self._attempt(caller, body, kind, session))
         if found is not None:
             return self.noted(self.turns.join(found), caller)
         if version is not None and version != session.version:
@@ -255,6 +261,20 @@ class Service:
         vocabulary = served.client.info.vocabulary
         if ids and max(ids) >= vocabulary:
             raise ApiError(400, "invalid_value", f"token id {max(ids)}: must be below {vocabulary}", "prompt")
+
+    def leaving(self, began: float) -> bool:
+        """Whether a stream that began then is about to be cut off, because this replica stops.
+
+        Nothing tells a replica that it is draining, but Ray asks for its health only while it is not; a stream that began since
+        was not sent to a replica that stops, so it is the controller that is silent.
+        """
+        scaling = self.config.scaling
+        limit = max(scaling.drain - LAST_SECONDS, 3 * scaling.health_period)
+        return (
+            self.asked is not None
+            and began < self.asked + scaling.health_period
+            and time.perf_counter() - self.asked > limit
+        )  # fmt: skip
 
     # --- limits and counting -----------------------------------------------------------------------------------
 

@@ -140,8 +140,6 @@ class Turns:
 
     def known(self, session: Session, attempt: Attempt) -> Response | None:
         """The response of an earlier request that this one repeats: by its key, or as the retry that the client says it is."""
-        if attempt.key is None and not attempt.retry:
-            return None
         ids = self._ids(session)
         if attempt.key is not None:
             ids = [id for id in ids if id.endswith(_mark_of(attempt.key))]

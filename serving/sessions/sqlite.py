@@ -66,7 +66,7 @@ class SQLiteStore(BaseStore):
     ) -> None:
         super().__init__(limits or Limits(), clock)
         self.path, self.synchronous = path, "FULL" if durability == "full" else "NORMAL"
-        self._local = threading.local()
+        self._local, self._turn = threading.local(), threading.Lock()
         self._open: list[sqlite3.Connection] = []
         self._closed = False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -138,7 +138,8 @@ class SQLiteStore(BaseStore):
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """A write transaction: on disk at the block's end, undone if it fails."""
         db = self._db()
-        with self._errors():
+        # threads of one process take turns here: SQLite's own waiting sleeps, longer each time, however short the others are
+        with self._turn, self._errors():
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.api.cluster import Cluster, free_port, read_events
+from tests.serving.api.cluster import Cluster, check_drain, free_port, read_events
 from tests.serving.api.conftest import GREEDY
 from tests.serving.engine.conftest import checkpoint, greedy
 
@@ -75,6 +77,22 @@ def test_it_tells_how_to_reach_it_and_the_stock_client_does(cluster: Cluster) ->
     parts = list(client.completions.create(**ASK, max_tokens=30, stream=True, extra_body={"session_id": "stock"}))
     assert "".join(part.choices[0].text for part in parts) == expected("The whale", 30)
     assert parts[-1].session["position"] == 40
+
+
+def test_rays_ports_ask_for_the_token(cluster: Cluster) -> None:
+    address = next(
+        part.partition("=")[2] for p in cluster.processes() for part in p.cmdline() if part.startswith("--gcs-address=")
+    )
+
+    def status(**given: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+        return subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False, timeout=120)
+
+    token = cluster.folder / "data" / "pmi" / "ray-token"
+    assert status(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token)).returncode == 0
+    stranger = status(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+    assert stranger.returncode != 0
+    assert "token" in (stranger.stdout + stranger.stderr).lower()
 
 
 def test_1_kill_9_of_a_replica_in_the_middle_of_streams(cluster: Cluster) -> None:
@@ -283,3 +301,9 @@ def test_4_rolling_update_under_load_to_other_code_and_other_weights(cluster: Cl
     assert [choice["action"] for choice in error["choices"]] == ["migrate", "export", "delete"]
     cluster.http().post("/v1/sessions/moving/migrate", json={"model": "tiny"}).raise_for_status()
     assert cluster.http().post("/v1/completions", json=ASK | {"session_id": "moving", "max_tokens": 5}).status_code == 200
+
+
+def test_a_stop_lets_streams_finish(cluster: Cluster) -> None:
+    """What `pmi serve` does when it is told to stop; it must be the last test of its cluster."""
+    make(cluster, "draining")
+    check_drain(cluster, "draining")

@@ -88,6 +88,30 @@ def test_a_disconnect_frees_the_lane_and_the_journal_holds_what_was_generated(ru
     assert not session(running)["busy"]
 
 
+def test_a_stream_that_outlasts_its_replica_is_told_how_to_go_on(serve: Serve) -> None:
+    running = serve(scaling={"drain": 2.5, "health_period": 0.1})
+    make(running)
+    body = ASK | {"stream": True, "max_tokens": 9000, "session_id": "ada"}
+    text, last = "", ""
+    with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+        for id, data in events(response):
+            if "error" in data:
+                break
+            text, last = text + data["choices"][0]["text"], id
+            running.service.asked = running.service.asked or time.perf_counter()  # and then never again
+    assert data["error"]["code"] == "interrupted"
+    name, _, count = last.rpartition(":")
+    assert data["error"]["resume"] == f"/v1/streams/{name}"
+    with running.http() as http, http.stream("GET", f"/v1/streams/{name}", headers={"Last-Event-ID": last}) as response:
+        for id, data in events(response):  # it began since, so it is left in peace
+            text, last = text + data["choices"][0]["text"], id
+            if int(last.rpartition(":")[2]) > int(count) + 300:
+                break
+    whole = expected(tokens=int(last.rpartition(":")[2]))
+    assert whole.startswith(text[:-8])
+    assert len(text) > 300
+
+
 def test_a_new_turn_closes_an_interrupted_response(running: Running) -> None:
     make(running)
     with running.http() as http, http.stream(
