@@ -45,6 +45,7 @@ def plan(
     store: Annotated[
         str | None, typer.Option(help="Where --measure keeps its sessions (default: a file that is removed).")
     ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda, for --measure (GPUs are untested so far).")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the simulation.", min=0)] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -68,10 +69,12 @@ def plan(
             problems.append(f"--store {store}: is for --measure, which was not asked for")
     config = load_model_config(preset, ["dropout=0"])
     if measure:
+        from lm.model.pretrained import resolve_device
         from serving.planning.measure import measure as measured
 
+        target = resolve_device(device)
         with stderr.status("measuring") as status:
-            found = measured(preset, config, lanes, threads or 1, store, lambda what: status.update(f"measuring: {what}"))
+            found = measured(preset, config, lanes, threads or 1, store, target, lambda what: status.update(f"measuring: {what}"))
         if figures is not None:
             found.save(figures)
     else:

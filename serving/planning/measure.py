@@ -55,6 +55,7 @@ def lane_counts(most: int) -> list[int]:
 
 def measure(
     preset: str, config: ModelConfig, lanes: int, threads: int, store_url: str | None = None,
+    device: torch.device | str = "cpu",
     say: Callable[[str], None] = lambda line: None,
 ) -> Figures:  # fmt: skip
     """Figures of an engine with up to `lanes` lanes. `store_url`: where sessions go (default: a SQLite file that is removed)."""
@@ -64,17 +65,23 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="pmi-plan-") as folder:
         store = open_store(store_url or f"sqlite:///{folder}/sessions.db")
         try:
-            return _measure(preset, config, lanes, threads, store, say)
+            return _measure(preset, config, lanes, threads, store, device, say)
         finally:
             store.close()
             torch.set_num_threads(before)
 
 
 def _measure(
-    preset: str, config: ModelConfig, lanes: int, threads: int, store: SessionStore, say: Callable[[str], None]
+    preset: str,
+    config: ModelConfig,
+    lanes: int,
+    threads: int,
+    store: SessionStore,
+    device: torch.device | str,
+    say: Callable[[str], None],
 ) -> Figures:
     torch.manual_seed(0)
-    model = draw_zeros(PMI(config)).eval()
+    model = draw_zeros(PMI(config)).eval().to(device)
     checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
     t = config.segment
     resident = _resident()
@@ -102,7 +109,7 @@ def _measure(
             store.delete(LOCAL, name)
     return Figures(
         preset=preset,
-        machine=f"{_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
+        machine=f"{_processor()}, {device}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         segment=t, layers=config.layers, width=config.width,
         step={count: x.step for count, x in beside.items() if count}, read=read,
         open={count: x.open for count, x in beside.items()}, stall={count: x.stall for count, x in beside.items() if count},

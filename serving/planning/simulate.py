@@ -217,22 +217,30 @@ class Simulation:
         self._admit(now, replica)
 
     def _admit(self, now: float, replica: _Replica) -> None:
+        """The loop looks at what has come, as it does between two turns, and begins the next one."""
+        if replica.running:
+            return
         while replica.queue and replica.active < self.cluster.lanes:
             replica.to_open.append(replica.queue.popleft())
+        self._help(now, replica)
+        if replica.reading or replica.decoding:
+            self._turn(now, replica)
+
+    def _help(self, now: float, replica: _Replica) -> None:
+        """Helpers that are free open sessions."""
         while replica.to_open and len(replica.opening) < HELPERS:
             job = replica.to_open.popleft()
             replica.opening.append(job)
             seconds = self.figures.open_seconds(len(replica.decoding), self._rng.random())
-            if replica.running:
+            if replica.running or replica.reading or replica.decoding:
                 replica.stalled += self.figures.stall_seconds(len(replica.decoding))
             self._at(now + seconds, "opened", replica, replica.life, job)
-        if not replica.running and (replica.reading or replica.decoding):
-            self._turn(now, replica)
 
     def _on_opened(self, now: float, replica: _Replica, life: int, job: _Job) -> None:
         if life == replica.life:
             replica.opening.remove(job)
             replica.reading.append(job)
+            self._help(now, replica)
             self._admit(now, replica)
 
     def _turn(self, now: float, replica: _Replica) -> None:
