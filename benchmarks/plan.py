@@ -3,15 +3,17 @@
     python -m benchmarks.plan --preset tiny --seconds 30                              an engine in this process
     python -m benchmarks.plan --preset tiny --seconds 30 --service --checkpoint DIR   `pmi serve`, through HTTP
 
-Figures are measured before and after the run and averaged, for the machine may drift. The load is a share (`--share`) of the
+Figures are measured before and after the runs and averaged, for the machine may drift. Each load is a share (`--share`) of the
 capacity that they give. Real requests resume sessions with tails of all lengths, as the simulated ones do. Reported: p50 and
-p95 of the time to the first token, p50 of the time between tokens, and tokens per second, each as simulated over measured; the
-target is within 20 %.
+p95 of the time to the first token, p50 of the time between tokens, and tokens per second, each as simulated over measured, with
+the standard error of what was measured (from resampling); the target is within 20 %.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
 import random
 import signal
 import socket
@@ -25,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -37,15 +40,13 @@ from lm.model.pretrained import Checkpoint, fingerprint, from_pretrained
 from lm.model.proofs import draw_zeros
 from serving.engine import Engine, EngineConfig, Request
 from serving.engine.opening import identity
-from serving.planning.figures import Figures
-from serving.planning.measure import measure
+from serving.planning.figures import Figures, pieces
+from serving.planning.measure import BASES, lane_counts, measure
 from serving.planning.plan import capacity
 from serving.planning.simulate import Arrival, Cluster, Load, quantile, simulate
 from serving.sessions.opening import open_store
 from serving.sessions.store import LOCAL, Settings
 
-BASES = 8
-"""Sessions that the requests' own are forked from, with tails spread over the segment."""
 LONE = 12
 """Requests that come one by one before the run, to tell what HTTP and Ray add."""
 Ask = Callable[[Arrival, str], AsyncIterator[int]]
@@ -61,8 +62,6 @@ class Seen:
     tokens: int = 0
     failed: int = 0
     seconds: float = 0.0
-    overhead: float = 0.0
-    """Seconds that HTTP and Ray add to a lone request's first token."""
 
 
 async def drive(arrivals: list[Arrival], ask: Ask, name: str = "run") -> Seen:
@@ -89,17 +88,28 @@ async def drive(arrivals: list[Arrival], ask: Ask, name: str = "run") -> Seen:
     return seen
 
 
+@dataclass(frozen=True)
+class Run:
+    """A load, and what came of it."""
+
+    share: float
+    arrivals: list[Arrival]
+    seen: Seen
+    others: float
+    """Cores that other processes kept busy meanwhile."""
+
+
 def with_tails(arrivals: list[Arrival], tails: list[int]) -> list[Arrival]:
     """The same arrivals, each resuming a session forked from base `session % BASES`."""
     return [replace(arrival, tail=tails[arrival.session % BASES]) for arrival in arrivals]
 
 
-def in_process(args: argparse.Namespace, figures: Figures, arrivals: list[Arrival]) -> tuple[Seen, list[Arrival]]:
+def in_process(args: argparse.Namespace, figures: Figures, loads: list[tuple[float, list[Arrival]]]) -> list[Run]:
     """An engine of this process with sessions in SQLite."""
     torch.manual_seed(0)
     model = draw_zeros(PMI(load_model_config(args.preset, ["dropout=0"]))).eval()
     checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
-    t = model.config.segment
+    t, runs = model.config.segment, []
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"sqlite:///{folder}/sessions.db")
         own = identity(checkpoint)
@@ -110,85 +120,151 @@ def in_process(args: argparse.Namespace, figures: Figures, arrivals: list[Arriva
                 prompt = [7] * (2 * t + base * t // BASES)
                 engine.submit(Request(prompt=prompt, tokens=1, session=f"base-{base}", text=False)).result()
                 tails.append(len(store.get(LOCAL, f"base-{base}").tail))
-            arrivals = with_tails(arrivals, tails)
-            for number, arrival in enumerate(arrivals):
-                store.fork(LOCAL, f"base-{arrival.session % BASES}", f"run-{number}")
 
             async def ask(arrival: Arrival, session: str) -> AsyncIterator[int]:
                 request = Request(prompt=[9] * arrival.prompt, tokens=arrival.output, session=session, text=False)
                 async for event in engine.submit(request):
                     yield len(event.ids)
 
-            seen = asyncio.run(drive(arrivals, ask))
+            for run, (share, planned) in enumerate(loads):
+                arrivals = with_tails(planned, tails)
+                for number, arrival in enumerate(arrivals):
+                    store.fork(LOCAL, f"base-{arrival.session % BASES}", f"run-{run}-{number}")
+                others = Others()
+                seen = asyncio.run(drive(arrivals, ask, f"run-{run}"))
+                runs.append(Run(share, arrivals, seen, others.cores()))
         store.close()
-    return seen, arrivals
+    return runs
 
 
-def through_http(args: argparse.Namespace, figures: Figures, arrivals: list[Arrival]) -> tuple[Seen, list[Arrival]]:
-    """`pmi serve` on this machine."""
-    import httpx
+class Service:
+    """`pmi serve` on this machine, and a client of it."""
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    def __init__(self, args: argparse.Namespace, segment: int) -> None:
+        import httpx
+
+        self.segment, self.tails, self._names = segment, [0] * BASES, itertools.count()
+        self._folder = tempfile.TemporaryDirectory()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         command = [
             sys.executable, "-m", "serving.cli", "serve", "--checkpoint", str(args.checkpoint), "--port", str(port),
-            "--store", f"sqlite:///{folder}/sessions.db", "--replicas", str(args.replicas),
+            "--store", f"sqlite:///{self._folder.name}/sessions.db", "--replicas", str(args.replicas),
             "--set", f"engine.lanes={args.lanes}", "--set", f"engine.threads={args.threads}", "--set", "http.coalesce=0",
         ]  # fmt: skip
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        url, t = f"http://127.0.0.1:{port}/v1", figures.segment
-        try:
-            _wait(f"http://127.0.0.1:{port}/health", server)
-            with httpx.Client(base_url=url, timeout=120) as client:
-                tails = []
-                for base in range(BASES):
-                    client.post("/sessions", json={"id": f"base-{base}"}).raise_for_status()
-                    ids = [7] * (2 * t + base * t // BASES)
-                    client.post(f"/sessions/base-{base}/append", json={"ids": ids}).raise_for_status()
-                    position = client.get(f"/sessions/base-{base}").raise_for_status().json()["position"]
-                    tails.append((position - 1) % t + 1)
-                arrivals = with_tails(arrivals, tails)
-                for number in range(LONE):
-                    client.post("/sessions/base-0/fork", json={"id": f"lone-{number}"}).raise_for_status()
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.url = f"http://127.0.0.1:{port}/v1"
+        _wait(f"http://127.0.0.1:{port}/health", self._process)
+        self._client = httpx.Client(base_url=self.url, timeout=120)
+        for base in range(BASES):
+            self._post("/sessions", id=f"base-{base}")
+            self._post(f"/sessions/base-{base}/append", ids=[7] * (2 * segment + base * segment // BASES))
+            position = self._client.get(f"/sessions/base-{base}").raise_for_status().json()["position"]
+            self.tails[base] = (position - 1) % segment + 1
+
+    def _post(self, path: str, **body: Any) -> None:
+        self._client.post(path, json=body).raise_for_status()
+
+    def fork(self, base: int, name: str | None = None) -> str:
+        """A session of its own."""
+        name = name or f"session-{next(self._names)}"
+        self._post(f"/sessions/base-{base % BASES}/fork", id=name)
+        return name
+
+    async def ask(self, client: Any, prompt: int, tokens: int, session: str) -> AsyncIterator[int]:
+        """Sends one request; yields the number of tokens that came."""
+        body: dict[str, Any] = {"prompt": [9] * prompt, "max_tokens": tokens, "session_id": session, "stream": True}
+        async with client.stream("POST", "/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise RuntimeError(f"{answer.status_code} {(await answer.aread()).decode()[:200]}")
+            last = None
+            async for line in answer.aiter_lines():
+                if line.startswith("id: "):  # RESPONSE:POSITION; the first event has one token
+                    position = int(line.rpartition(":")[2])
+                    yield 1 if last is None else position - last
+                    last = position
+                elif line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise RuntimeError(str(event["error"]))
+
+    def close(self) -> None:
+        """End it."""
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+        self._folder.cleanup()
+
+
+async def calibrated(service: Service, client: Any, figures: Figures, lanes: int) -> Figures:
+    """Figures with the steps and the stalls that clients of the service see: its own work shares the engine's interpreter."""
+    steps, stalls, tokens = {}, {}, 0
+
+    async def stream(session: str, counted: bool) -> None:
+        nonlocal tokens
+        async for new in service.ask(client, 1, 1_000_000, session):
+            tokens += new if counted else 0
+
+    for count in lane_counts(lanes - 1):
+        names = [service.fork(number) for number in range(count)]
+        tasks = [asyncio.create_task(stream(name, number == 0)) for number, name in enumerate(names)]
+        await asyncio.sleep(2.0)
+        before, began = tokens, time.perf_counter()
+        await asyncio.sleep(3.0)
+        steps[count] = (time.perf_counter() - began) / (tokens - before)
+        sessions = [service.fork(number) for number in range(2 * BASES)]
+        before, began = tokens, time.perf_counter()
+        for session in sessions:
+            await asyncio.sleep(random.random() * 0.05)
+            async for _ in service.ask(client, 1, 2, session):
+                pass
+        reading = 2 * sum(figures.read_seconds(piece) for tail in service.tails for piece in pieces(tail + 1, figures.segment))
+        lost = time.perf_counter() - began - (tokens - before) * steps[count] - reading
+        stalls[count] = max(0.0, lost / len(sessions))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.5)
+    return figures.model_copy(update={"step": steps, "stall": stalls})
+
+
+def through_http(
+    args: argparse.Namespace, figures: Figures, plan: Callable[[Figures], list[tuple[float, list[Arrival]]]]
+) -> tuple[Figures, float, list[Run]]:
+    """`pmi serve` on this machine: its figures, seconds that it adds to a lone request, and runs."""
+    import httpx
+
+    service, runs = Service(args, figures.segment), []
+
+    async def all_() -> tuple[Figures, float]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=service.url, timeout=300, limits=limits) as client:
+
+            async def ask(arrival: Arrival, session: str) -> AsyncIterator[int]:
+                async for count in service.ask(client, arrival.prompt, arrival.output, session):
+                    yield count
+
+            own = await calibrated(service, client, figures, args.lanes)
+            lone = [Arrival(0.4 * number, number, 10, 4, service.tails[number % BASES]) for number in range(LONE)]
+            for number in range(LONE):
+                service.fork(number, f"lone-{number}")
+            alone = await drive(lone, ask, "lone")
+            expected = simulate(own, Cluster(1, overhead=0.0), lone)
+            overhead = max(0.0, statistics.median(alone.first) - statistics.median(expected.first_token))
+            for run, (share, planned) in enumerate(plan(own)):
+                arrivals = with_tails(planned, service.tails)
                 for number, arrival in enumerate(arrivals):
-                    fork = {"id": f"run-{number}"}
-                    client.post(f"/sessions/base-{arrival.session % BASES}/fork", json=fork).raise_for_status()
+                    service.fork(arrival.session, f"run-{run}-{number}")
+                others = Others()
+                seen = await drive(arrivals, ask, f"run-{run}")
+                runs.append(Run(share, arrivals, seen, others.cores()))
+            return own, overhead
 
-            async def all_() -> Seen:
-                limits = httpx.Limits(max_connections=None)
-                async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
-
-                    async def ask(arrival: Arrival, session: str) -> AsyncIterator[int]:
-                        body: dict[str, Any] = {
-                            "prompt": [9] * arrival.prompt, "max_tokens": arrival.output, "session_id": session, "stream": True
-                        }  # fmt: skip
-                        async with client.stream("POST", "/completions", json=body) as answer:
-                            if answer.status_code != 200:
-                                raise RuntimeError(f"{answer.status_code} {(await answer.aread()).decode()[:200]}")
-                            last = None
-                            async for line in answer.aiter_lines():
-                                if line.startswith("id: "):  # RESPONSE:POSITION; the first event has one token
-                                    position = int(line.rpartition(":")[2])
-                                    yield 1 if last is None else position - last
-                                    last = position
-                                elif line.startswith("data: {"):
-                                    event = json.loads(line[6:])
-                                    if "error" in event:
-                                        raise RuntimeError(str(event["error"]))
-
-                    lone = [Arrival(4.0 * number, 0, 10, 4, tails[0]) for number in range(LONE)]
-                    alone = await drive([replace(arrival, at=arrival.at / 10) for arrival in lone], ask, "lone")
-                    expected = simulate(figures, Cluster(1, overhead=0.0), lone)
-                    seen = await drive(arrivals, ask)
-                    seen.overhead = max(0.0, statistics.median(alone.first) - statistics.median(expected.first_token))
-                    return seen
-
-            return asyncio.run(all_()), arrivals
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+    try:
+        own, overhead = asyncio.run(all_())
+    finally:
+        service.close()
+    return own, overhead, runs
 
 
 def _wait(url: str, server: "subprocess.Popen[bytes]") -> None:
@@ -207,10 +283,39 @@ def _wait(url: str, server: "subprocess.Popen[bytes]") -> None:
 
 def mean(figures: list[Figures]) -> Figures:
     """Of figures measured at different times."""
-    seconds = {name: statistics.mean(getattr(x, name) for x in figures) for name in ("read_call", "read_token")}
-    steps = {lanes: statistics.mean(x.step[lanes] for x in figures) for lanes in figures[0].step}
-    opens = {lanes: [second for x in figures for second in x.open[lanes]] for lanes in figures[0].open}
-    return figures[0].model_copy(update={**seconds, "step": steps, "open": opens})
+    first = figures[0]
+    on_average = {
+        name: {key: statistics.mean(getattr(x, name)[key] for x in figures) for key in getattr(first, name)}
+        for name in ("step", "read", "stall")
+    }
+    together = {
+        name: {key: [second for x in figures for second in getattr(x, name).get(key, [])] for key in getattr(first, name)}
+        for name in ("open", "commit")
+    }
+    return first.model_copy(update={**on_average, **together})
+
+
+def error(values: list[tuple[float, int]], share: float) -> float:
+    """Standard error of a measured percentile, from resampling, as a part of it."""
+    rng = random.Random(0)
+    again = [quantile(rng.choices(values, k=len(values)), share) for _ in range(100)]
+    return statistics.stdev(again) / statistics.mean(again)
+
+
+class Others:
+    """Cores that other processes keep busy, this one's children not counted."""
+
+    def __init__(self) -> None:
+        self.began = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        all_, own = psutil.cpu_times(), os.times()
+        return time.monotonic(), sum(all_) - all_.idle - all_.iowait - all_.guest - sum(own[:4])
+
+    def cores(self) -> float:
+        """Since the beginning."""
+        (then, before), (now, after) = self.began, self._now()
+        return (after - before) / (now - then)
 
 
 def main() -> None:
@@ -221,46 +326,70 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--lanes", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--share", type=float, default=0.5, help="of the capacity")
+    parser.add_argument("--seconds", type=float, default=30, help="of each run")
+    parser.add_argument("--share", type=float, nargs="+", default=[0.3, 0.6], help="of the capacity, for one run each")
     parser.add_argument("--prompt", type=float, default=20)
     parser.add_argument("--output", type=float, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each share, with a seed each")
     args = parser.parse_args()
     console = Console()
     if args.service and args.checkpoint is None:
         parser.error("--service needs --checkpoint")
     config = from_pretrained(args.checkpoint).model.config if args.checkpoint else load_model_config(args.preset, ["dropout=0"])
-    before = measure(args.preset, config, args.lanes, args.threads)
-    most = capacity(before, Load(1, args.prompt, args.output, turns=1e9), args.lanes) * (args.replicas if args.service else 1)
-    load = Load(args.share * most, args.prompt, args.output, turns=1e9)
-    planned = load.arrivals(args.seconds, before.segment, random.Random(0))
-    console.print(f"{len(planned)} turns in {args.seconds:g} s: {args.share:.0%} of {most:.3g} turns/s")
-    run: Callable[[argparse.Namespace, Figures, list[Arrival]], tuple[Seen, list[Arrival]]]
-    run = through_http if args.service else in_process
-    seen, arrivals = run(args, before, planned)
-    figures = mean([before, measure(args.preset, config, args.lanes, args.threads)])
-    cluster = Cluster(args.replicas if args.service else 1, args.lanes, queue=256, overhead=seen.overhead)
-    found = simulate(figures, cluster, arrivals)
-    rows = {
-        "first token p50": (found.first_token_at(0.5), statistics.median(seen.first)),
-        "first token p95": (found.first_token_at(0.95), quantile([(x, 1) for x in seen.first], 0.95)),
-        "between tokens p50": (found.gap_at(0.5), quantile(seen.gaps, 0.5)),
-        "tokens per second": (found.tokens / found.seconds, seen.tokens / seen.seconds),
-    }
-    kind = "service" if args.service else "engine"
-    table = Table("", "simulated", "measured", "simulated / measured", title=f"{args.preset}, {kind}")
-    for name, (simulated, measured) in rows.items():
-        table.add_row(name, f"{simulated:.4g}", f"{measured:.4g}", f"{simulated / measured:.2f}")
-    console.print(table)
-    within = all(abs(simulated / measured - 1) <= 0.2 for simulated, measured in rows.values())
-    console.print(f"{'within' if within else 'NOT within'} 20 %; {seen.failed} requests failed, {found.refused} would be refused")
+
+    def plan(figures: Figures) -> list[tuple[float, list[Arrival]]]:
+        """Each load."""
+        nonlocal most
+        most = capacity(figures, Load(1, args.prompt, args.output, turns=1e9), args.lanes) * (
+            args.replicas if args.service else 1
+        )
+        loads = [(share, Load(share * most, args.prompt, args.output, turns=1e9)) for share in args.share]
+        seeds = range(args.seed, args.seed + args.rounds)
+        return [(share, x.arrivals(args.seconds, figures.segment, random.Random(seed))) for seed in seeds for share, x in loads]
+
+    most, overhead = 0.0, 0.0
+    cluster = Cluster(args.replicas if args.service else 1, args.lanes, queue=256)
+    figures = measure(args.preset, config, args.lanes, args.threads)
     if args.service:
-        console.print(f"HTTP and Ray add {1000 * seen.overhead:.0f} ms to a lone request (measured, and put into the simulation)")
-    result = {k: {"simulated": s, "measured": m, "ratio": s / m} for k, (s, m) in rows.items()}
+        figures, overhead, runs = through_http(args, figures, plan)
+        console.print(f"HTTP and Ray add {1000 * overhead:.0f} ms to a lone request (measured, and put into the simulation)")
+    else:
+        runs = in_process(args, figures, plan(figures))
+        figures = mean([figures, measure(args.preset, config, args.lanes, args.threads)])
+    kind = "service" if args.service else "engine"
+    cluster = replace(cluster, overhead=overhead)
+    results = [compared(console, f"{args.preset}, {kind}", most, figures, cluster, run) for run in runs]
     save(
         f"plan_check_{args.preset}_{kind}",
-        {"protocol": vars(args) | {"checkpoint": None}, "figures": figures.model_dump(), "within": within, "rows": result},
+        {"protocol": vars(args) | {"checkpoint": None}, "figures": figures.model_dump(), "overhead": overhead, "runs": results},
     )
+
+
+def compared(console: Console, name: str, most: float, figures: Figures, cluster: Cluster, run: Run) -> dict[str, Any]:
+    """One run beside its simulation, as a table and as a value."""
+    seen, found = run.seen, simulate(figures, cluster, run.arrivals)
+    first = [(seconds, 1) for seconds in seen.first]
+    rows = {
+        "first token p50": (found.first_token_at(0.5), quantile(first, 0.5), error(first, 0.5)),
+        "first token p95": (found.first_token_at(0.95), quantile(first, 0.95), error(first, 0.95)),
+        "between tokens p50": (found.gap_at(0.5), quantile(seen.gaps, 0.5), error(seen.gaps, 0.5)),
+        "tokens per second": (found.tokens / found.seconds, seen.tokens / seen.seconds, 0.0),
+    }
+    title = f"{name}: {len(run.arrivals)} turns, {run.share:.0%} of {most:.3g} turns/s"
+    table = Table("", "simulated", "measured", "its error", "simulated / measured", title=title)
+    for row, (simulated, real, part) in rows.items():
+        table.add_row(row, f"{simulated:.4g}", f"{real:.4g}", f"{part:.0%}" if part else "", f"{simulated / real:.2f}")
+    console.print(table)
+    within = all(abs(simulated / real - 1) <= 0.2 for simulated, real, _ in rows.values())
+    console.print(
+        f"{'within' if within else 'NOT within'} 20 %; {seen.failed} requests failed, {found.refused} would be refused; "
+        f"others kept {run.others:.2f} cores busy"
+    )
+    return {
+        "share": run.share, "turns": len(run.arrivals), "within": within, "others": run.others,
+        "rows": {k: {"simulated": s, "measured": m, "error": e, "ratio": s / m} for k, (s, m, e) in rows.items()},
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

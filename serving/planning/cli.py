@@ -21,21 +21,25 @@ def mount(app: Commands) -> None:
 
 
 def plan(
-    sessions: Annotated[float, typer.Option(help="Sessions kept in the store, e.g. 1e6.", min=1)],
-    rate: Annotated[float, typer.Option(help="Turns per second, of all sessions together.", min=1e-6)],
+    sessions: Annotated[float, typer.Option(help="Sessions kept in the store, e.g. 1e6.", min=1, max=1e12)],
+    rate: Annotated[float, typer.Option(help="Turns per second, of all sessions together.", min=1e-6, max=1e9)],
     preset: Annotated[str, typer.Option(help="A model preset (configs/model/) or the path of its file.")] = "small",
-    prompt: Annotated[float, typer.Option(help="Tokens of a turn's prompt, on average.", min=1)] = 100,
-    output: Annotated[float, typer.Option(help="Tokens of an answer, on average.", min=1)] = 200,
-    turns: Annotated[float, typer.Option(help="Turns of a session, on average.", min=1)] = 10,
-    history: Annotated[int, typer.Option(help="Tokens behind a session: only a KV cache cares.", min=1)] = 20_000,
+    prompt: Annotated[float, typer.Option(help="Tokens of a turn's prompt, on average.", min=1, max=1e6)] = 100,
+    output: Annotated[float, typer.Option(help="Tokens of an answer, on average.", min=1, max=1e6)] = 200,
+    turns: Annotated[float, typer.Option(help="Turns of a session, on average.", min=1, max=1e9)] = 10,
+    history: Annotated[int, typer.Option(help="Tokens behind a session: only a KV cache cares.", min=1, max=10**12)] = 20_000,
     lanes: Annotated[int, typer.Option(help="Lanes of each engine.", min=1, max=4096)] = 32,
-    threads: Annotated[int, typer.Option(help="Threads of torch in each replica, for --measure.", min=1)] = 1,
-    first_token: Annotated[float, typer.Option(help="Seconds to the first token for 95 % of requests.", min=0.001)] = 2.0,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of torch in each replica, for --measure (default: 1).", min=1)
+    ] = None,
+    first_token: Annotated[
+        float, typer.Option(help="Seconds to the first token for 95 % of requests.", min=0.001, max=3600)
+    ] = 2.0,
     utilisation: Annotated[
         float, typer.Option(help="Share of its capacity that a replica is to carry.", min=0.05, max=0.95)
     ] = 0.7,
-    spare: Annotated[int, typer.Option(help="Replicas that may be down.", min=0)] = 1,
-    overhead: Annotated[float, typer.Option(help="Seconds that HTTP and Ray add to the first token.", min=0)] = 0.01,
+    spare: Annotated[int, typer.Option(help="Replicas that may be down.", min=0, max=1000)] = 1,
+    overhead: Annotated[float, typer.Option(help="Seconds that HTTP and Ray add to the first token.", min=0, max=60)] = 0.01,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the figures on this machine first (seconds).")] = False,
     figures: Annotated[Path | None, typer.Option(help="Measured figures, read from here; with --measure, written there.")] = None,
     store: Annotated[
@@ -56,6 +60,10 @@ def plan(
     from serving.planning.simulate import Load
 
     with collecting() as problems:
+        if threads is not None and not measure:
+            problems.append(
+                f"--threads {threads}: is for --measure; figures from a file have the threads they were measured with"
+            )
         if figures is not None and not measure and not figures.is_file():
             problems.append(f"--figures {figures}: no such file; add --measure to measure them and write them there")
         if store is not None and not measure:
@@ -68,11 +76,15 @@ def plan(
         from serving.planning.measure import measure as measured
 
         with stderr.status("measuring") as status:
-            found = measured(preset, config, lanes, threads, store, lambda what: status.update(f"measuring: {what}"), target)
+            found = measured(preset, config, lanes, threads or 1, store, target, lambda what: status.update(f"measuring: {what}"))
         if figures is not None:
             found.save(figures)
     else:
         found = load_figures(preset, figures)
+    if lanes > max(found.step):
+        stderr.print(
+            f"note: measured up to {max(found.step)} lanes; the steps of {lanes} are on the line of the last two", highlight=False
+        )
     wish = Wish(
         int(sessions), Load(rate, prompt, output, turns), lanes, utilisation, first_token, spare, overhead, history
     )  # fmt: skip
@@ -103,7 +115,16 @@ def _show(figures: "Figures", wish: "Wish", made: "Plan") -> None:
         table.add_row(*row)
     stdout.print(table)
     latency = Table(
-        "", "p50", "p95", "p99", "p50", "p95", "p99", "refused", "lanes used", title="simulated: first token, between tokens"
+        "",
+        "p50",
+        "p95",
+        "p99",
+        "p50",
+        "p95",
+        "p99",
+        "refused",
+        "lanes used",
+        title=f"simulated, {made.simulated:,} turns: first token, between tokens",
     )
     for name, found in (("steady", made.steady), ("a replica killed", made.degraded)):
         times = (found.first_p50, found.first_p95, found.first_p99, found.gap_p50, found.gap_p95, found.gap_p99)

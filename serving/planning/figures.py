@@ -27,13 +27,16 @@ class Figures(Schema):
     layers: int = Field(ge=1)
     width: int = Field(ge=1)
     step: dict[int, float]
-    """Seconds between tokens of a stream while so many lanes decode, journal included."""
-    read_call: float = Field(ge=0)
-    """Seconds to read a piece of prompt (or of a tail) within a segment: so many for the call ..."""
-    read_token: float = Field(ge=0)
-    """... and so many for each token."""
+    """Seconds of a step while so many lanes decode, what the journal takes from it included."""
+    read: dict[int, float]
+    """Seconds to read so many tokens (of a prompt, or of a tail) within a segment."""
     open: dict[int, list[float]]
-    """While so many lanes decode: seconds to take a session from the store and to have its first token on disk, several times."""
+    """While so many lanes decode: seconds to take a session from the store, several times."""
+    commit: dict[int, list[float]]
+    """Seconds of the journal's transactions, by the number of sessions in them, several times."""
+    stall: dict[int, float]
+    """While so many lanes decode: seconds that they lose when a turn is opened, begun and ended, its reading aside: all threads
+    of a process share one interpreter."""
     snapshot_bytes: int = Field(ge=0)
     session_bytes: int = Field(ge=0)
     """What a session of several segments occupies in the store: its row and the snapshots it retains."""
@@ -43,44 +46,66 @@ class Figures(Schema):
     resident_bytes: int = Field(ge=0)
     """Of a process with the model and no lane."""
 
-    @field_validator("step")
+    @field_validator("step", "read")
     @classmethod
-    def _has_steps(cls, value: dict[int, float]) -> dict[int, float]:
+    def _has_seconds(cls, value: dict[int, float]) -> dict[int, float]:
         if not value or min(value) < 1 or min(value.values()) <= 0:
-            raise ValueError("needs seconds above 0 for one or more numbers of lanes")
+            raise ValueError("needs seconds above 0 for one or more numbers")
+        return dict(sorted(value.items()))
+
+    @field_validator("open", "commit")
+    @classmethod
+    def _has_samples(cls, value: dict[int, list[float]]) -> dict[int, list[float]]:
+        if not value or not all(value.values()):
+            raise ValueError("needs at least one time for one or more numbers")
         return dict(sorted(value.items()))
 
     def step_seconds(self, lanes: int) -> float:
-        """Between measured numbers of lanes on a straight line, beyond them on the last one's."""
-        known = list(self.step.items())
-        for (a, seconds_a), (b, seconds_b) in itertools.pairwise(known):
-            if lanes <= b:
-                return seconds_a + (seconds_b - seconds_a) * (max(lanes, a) - a) / (b - a)
-        if len(known) == 1:
-            return known[0][1]
-        (a, seconds_a), (b, seconds_b) = known[-2:]
-        return seconds_b + max(0.0, (seconds_b - seconds_a) / (b - a)) * (lanes - b)
-
-    @field_validator("open")
-    @classmethod
-    def _has_opens(cls, value: dict[int, list[float]]) -> dict[int, list[float]]:
-        if 0 not in value or not all(value.values()):
-            raise ValueError("needs seconds for 0 lanes, and at least one for each number of lanes")
-        return dict(sorted(value.items()))
-
-    def open_seconds(self, lanes: int, draw: float) -> float:
-        """One of the measured times, at the nearest number of lanes; `draw` in [0, 1) says which."""
-        times = self.open[min(self.open, key=lambda known: abs(known - lanes))]
-        return times[int(draw * len(times))]
+        """Of a step of so many lanes."""
+        return on_a_line(self.step, lanes)
 
     def read_seconds(self, tokens: int) -> float:
         """To read so many tokens of one segment."""
-        return self.read_call + self.read_token * tokens
+        return on_a_line(self.read, tokens)
+
+    def stall_seconds(self, lanes: int) -> float:
+        """That so many lanes lose to a turn of another."""
+        return on_a_line(self.stall, lanes) if self.stall else 0.0
+
+    def open_seconds(self, lanes: int, draw: float) -> float:
+        """To open a session: one of the measured times; `draw` in [0, 1) says which."""
+        return _sample(self.open, lanes, draw)
+
+    def commit_seconds(self, sessions: int, draw: float) -> float:
+        """Of a transaction with so many sessions: one of the measured times."""
+        return _sample(self.commit, sessions, draw)
 
     def save(self, path: Path) -> None:
         """As JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (json.dumps(self.model_dump(), indent=2) + "\n").encode())
+
+
+def pieces(tokens: int, segment: int) -> list[int]:
+    """How the engine cuts tokens that begin at a boundary."""
+    return [min(segment, tokens - start) for start in range(0, tokens, segment)]
+
+
+def on_a_line(known: dict[int, float], at: int) -> float:
+    """Between known numbers on a straight line, below them the first, beyond them on the last two's line (never falling)."""
+    items = list(known.items())
+    for (a, seconds_a), (b, seconds_b) in itertools.pairwise(items):
+        if at <= b:
+            return seconds_a + (seconds_b - seconds_a) * (max(at, a) - a) / (b - a)
+    if len(items) == 1:
+        return items[0][1]
+    (a, seconds_a), (b, seconds_b) = items[-2:]
+    return seconds_b + max(0.0, (seconds_b - seconds_a) / (b - a)) * (at - b)
+
+
+def _sample(known: dict[int, list[float]], lanes: int, draw: float) -> float:
+    times = known[min(known, key=lambda number: abs(number - lanes))]
+    return times[int(draw * len(times))]
 
 
 def load_figures(preset: str, path: Path | None) -> Figures:

@@ -1,16 +1,20 @@
 """A short calibration: a real engine with sessions in a real store, random weights, on this machine.
 
-Whole streams are timed, not the model alone: threads, journal and store cost what they cost in the service.
+The parts of a turn are timed where they run, beside lanes that decode: threads, interpreter, journal and store cost what they
+cost in the service.
 """
 
 import asyncio
 import platform
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,17 +26,23 @@ from lm.model.pretrained import Checkpoint, fingerprint
 from lm.model.proofs import draw_zeros
 from lm.model.state import tensors
 from serving.engine import Engine, EngineConfig, Request
-from serving.engine.opening import identity
-from serving.planning.figures import Figures
+from serving.engine.opening import identity, open_session
+from serving.engine.sequence import Sequence as Opened
+from serving.engine.stream import Stream
+from serving.planning.figures import Figures, on_a_line, pieces
 from serving.sessions.opening import open_store
-from serving.sessions.store import LOCAL, SessionStore, Settings
+from serving.sessions.store import LEASE_SECONDS, LOCAL, Change, Outcome, SessionStore, Settings
 
-TOKENS = 48
-"""Tokens of each timed stream."""
-ROUNDS = 5
+BASES = 8
+"""Sessions with tails spread over a segment, that all others are forked from."""
+ROUNDS = 9
 """Times that reading is measured: the median counts."""
-OPENS = 20
-"""Times that resuming a session is measured, idle and busy: all count but the first two, which warm up."""
+TURNS = 30
+"""Turns that are opened and answered beside each number of lanes, if the time allows."""
+WARM = 3
+"""Of these, the first ones: they do not count."""
+WINDOW = 1.0, 4.0
+"""Seconds that steps are counted for, beside each number of lanes: at least, and at most if a segment takes longer."""
 
 
 def lane_counts(most: int) -> list[int]:
@@ -45,7 +55,8 @@ def lane_counts(most: int) -> list[int]:
 
 def measure(
     preset: str, config: ModelConfig, lanes: int, threads: int, store_url: str | None = None,
-    say: Callable[[str], None] = lambda line: None, device: torch.device | None = None,
+    device: torch.device | str = "cpu",
+    say: Callable[[str], None] = lambda line: None,
 ) -> Figures:  # fmt: skip
     """Figures of an engine with up to `lanes` lanes. `store_url`: where sessions go (default: a SQLite file that is removed)."""
     machine.keep_pages()
@@ -54,70 +65,55 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="pmi-plan-") as folder:
         store = open_store(store_url or f"sqlite:///{folder}/sessions.db")
         try:
-            return _measure(preset, config, lanes, threads, store, say, device or torch.device("cpu"))
+            return _measure(preset, config, lanes, threads, store, device, say)
         finally:
             store.close()
             torch.set_num_threads(before)
 
 
 def _measure(
-    preset: str, config: ModelConfig, lanes: int, threads: int, store: SessionStore, say: Callable[[str], None],
-    device: torch.device,
-) -> Figures:  # fmt: skip
+    preset: str,
+    config: ModelConfig,
+    lanes: int,
+    threads: int,
+    store: SessionStore,
+    device: torch.device | str,
+    say: Callable[[str], None],
+) -> Figures:
     torch.manual_seed(0)
     model = draw_zeros(PMI(config)).eval().to(device)
     checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
     t = config.segment
     resident = _resident()
     say("reading")
-    calls = min(t, 4)
-    with Engine(checkpoint, EngineConfig(lanes=1, threads=threads)) as engine:  # prompts: BOS is put before each
-        short = _latency(lambda n: _run(engine, [_request(calls - 1, 1, None)])[0].first, ROUNDS + 2)
-        long = _latency(lambda n: _run(engine, [_request(t - 1, 1, None)])[0].first, ROUNDS)
-    per_token = max(0.0, (long - short) / (t - calls)) if t > calls else 0.0
-    read_call = max(0.0, short - per_token * calls)
-    say("sessions")
-    own = identity(checkpoint)
-    names = [f"plan-{number}" for number in range(lanes + 2 * (OPENS + 2))]
-    settings = Settings(own.model, own.tokenizer, t)
-    created = [store.create(LOCAL, names[0], settings)]
+    with Engine(checkpoint, EngineConfig(lanes=1, threads=threads)) as engine:
+        read = {count: asyncio.run(_reading(engine, count)) for count in sorted({1, min(4, t), max(1, t // 2), t})}
+    sessions = _Sessions(checkpoint, store)
     try:
+        say("sessions")
         with Engine(checkpoint, EngineConfig(lanes=1, threads=threads), store) as engine:
+            first = sessions.create()
             for prompt in (2 * t + 1, t, t):  # three turns that cross boundaries: it then retains what sessions retain
-                _run(engine, [_request(prompt, 1, names[0])])
-            for name in names[1:]:
-                created.append(store.fork(LOCAL, names[0], name))
-        present = store.get(LOCAL, names[0])
-        snapshot = len(store.snapshot(present) or b"")
-        steps = {}
-        for count in lane_counts(lanes):
+                engine.submit(_request(prompt, 1, first)).result()
+            for base in range(1, BASES):
+                engine.submit(_request(base * t // BASES, 1, sessions.fork(first))).result()
+        beside = {}
+        for count in (0, *lane_counts(lanes)):
             say(f"decoding, {count} lanes")
-            with Engine(checkpoint, EngineConfig(lanes=count, threads=threads), store) as engine:
-                timed = _run(engine, [_request(1, TOKENS, name) for name in names[:count]])
-            steps[count] = statistics.median(x.gap for x in timed)
-        say("resuming")
-        # a resumed session's tail has 5 ids (BOS, a prompt's odd one, three answers), and one more is read
-        reading = read_call + 6 * per_token
-        half = max(1, lanes // 2)
-        with Engine(checkpoint, EngineConfig(lanes=half + 1, threads=threads), store) as engine:
-            idle, busy = names[lanes : lanes + OPENS + 2], names[lanes + OPENS + 2 :]
-            alone = [_run(engine, [_request(1, 1, name)])[0].first - reading for name in idle]
-            for name in names[:half]:  # these decode until the engine is closed
-                engine.submit(_request(1, 1_000_000, name))
-            while engine.load[0] < half:
-                time.sleep(0.01)
-            turn = _between(steps, half)
-            # it comes in the middle of a turn; the next one brings its token
-            beside = [_run(engine, [_request(1, 1, name)])[0].first - reading - 1.5 * turn for name in busy]
+            with Engine(checkpoint, EngineConfig(lanes=count + 1, threads=threads), sessions.watched) as engine:
+                beside[count] = asyncio.run(_turns_beside(engine, sessions, count, read))
+        present = store.get(LOCAL, sessions.names[0])
+        snapshot = len(store.snapshot(present) or b"")
     finally:
-        for session in created:
-            store.delete(LOCAL, session.id)
+        for name in sessions.names:
+            store.delete(LOCAL, name)
     return Figures(
         preset=preset,
-        machine=f"{_processor(device)}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
-        segment=t, layers=config.layers, width=config.width, step=steps,
-        read_call=read_call, read_token=per_token,
-        open={0: [max(0.0, x) for x in alone[2:]], half: [max(0.0, x) for x in beside[2:]]},
+        machine=f"{_processor()}, {device}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
+        segment=t, layers=config.layers, width=config.width,
+        step={count: x.step for count, x in beside.items() if count}, read=read,
+        open={count: x.open for count, x in beside.items()}, stall={count: x.stall for count, x in beside.items() if count},
+        commit=_by_size(sessions.watched.commits, lane_counts(lanes)),
         snapshot_bytes=snapshot, session_bytes=present.bytes,
         lane_bytes=sum(x.numel() * x.element_size() for x in tensors(model.initial_state(1))),
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -125,50 +121,132 @@ def _measure(
     )  # fmt: skip
 
 
-def _between(steps: dict[int, float], lanes: int) -> float:
-    """Seconds of a step with so many lanes, on a line between those measured."""
-    low = max(count for count in steps if count <= lanes)
-    high = min(count for count in steps if count >= lanes)
-    return steps[low] if low == high else steps[low] + (steps[high] - steps[low]) * (lanes - low) / (high - low)
+class _Watched:
+    """A store that notes how long each commit takes."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+        self.commits: list[tuple[int, float]] = []
+        """Changes and seconds of each."""
+
+    def commit(self, changes: Sequence[Change]) -> Sequence[Outcome]:
+        began = time.perf_counter()
+        try:
+            return self._store.commit(changes)
+        finally:
+            self.commits.append((len(changes), time.perf_counter() - began))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class _Sessions:
+    """Sessions to be measured with."""
+
+    def __init__(self, checkpoint: Checkpoint, store: SessionStore) -> None:
+        self.checkpoint, self.store, self.watched = checkpoint, store, _Watched(store)
+        self.names: list[str] = []
+
+    def create(self) -> str:
+        own = identity(self.checkpoint)
+        self.store.create(LOCAL, name := self._name(), Settings(own.model, own.tokenizer, self.checkpoint.model.config.segment))
+        return name
+
+    def fork(self, base: str | None = None) -> str:
+        base = base or self.names[len(self.names) % BASES]
+        self.store.fork(LOCAL, base, name := self._name())
+        return name
+
+    def tail(self, name: str) -> int:
+        return len(self.store.get(LOCAL, name).tail)
+
+    def _name(self) -> str:
+        self.names.append(f"plan-{len(self.names)}")
+        return self.names[-1]
+
+    def open(self, name: str) -> float:
+        """Seconds that a helper of the engine takes to open it."""
+        opened = Opened(_request(1, 1, name), Stream(lambda stream: None))
+        began = time.perf_counter()
+        open_session(self.checkpoint, self.store, "plan", LEASE_SECONDS, opened)
+        seconds = time.perf_counter() - began
+        assert opened.lease is not None
+        self.store.release([opened.lease])
+        return seconds
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What was seen beside so many lanes."""
+
+    step: float
+    open: list[float]
+    stall: float
+
+
+async def _turns_beside(engine: Engine, sessions: _Sessions, lanes: int, read: dict[int, float]) -> _Beside:
+    """Steps of `lanes` lanes, alone and beside turns of others."""
+    t, rng = sessions.checkpoint.model.config.segment, random.Random(lanes)
+    to_open, to_ask = [[sessions.fork() for _ in range(TURNS)] for _ in range(2)]
+    reading = sum(
+        on_a_line(read, piece) for name in to_ask[WARM:] for piece in pieces(len(sessions.store.get(LOCAL, name).tail) + 1, t)
+    )
+    begun = [asyncio.Event() for _ in range(lanes)]
+    streams = [engine.submit(_request(1, 1_000_000, sessions.fork())) for _ in begun]  # they decode until the engine is closed
+    tasks = [asyncio.create_task(_follow(stream, event)) for stream, event in zip(streams, begun, strict=True)]
+    for event in begun:
+        await event.wait()
+    step = 0.0
+    if lanes:
+        await asyncio.sleep(0.2)
+        steps, began = engine.counters.steps, time.perf_counter()
+        while (passed := time.perf_counter() - began) < WINDOW[0] or (engine.counters.steps < steps + t and passed < WINDOW[1]):
+            await asyncio.sleep(0.01)
+        step = passed / (engine.counters.steps - steps)
+    loop, opens = asyncio.get_running_loop(), []
+    with ThreadPoolExecutor(1) as helper:
+        for name in to_open:
+            await asyncio.sleep(rng.random() * (step or 0.01))  # anywhere in a turn
+            opens.append(await loop.run_in_executor(helper, sessions.open, name))
+    for number, name in enumerate(to_ask):
+        if number == WARM:
+            steps, began = engine.counters.steps, time.perf_counter()
+        if number > 2 * WARM and time.perf_counter() - began > WINDOW[1]:
+            break
+        await asyncio.sleep(rng.random() * (step or 0.01))
+        await _follow(engine.submit(_request(1, 2, name)))
+        asked = number + 1 - WARM
+    lost = time.perf_counter() - began - (engine.counters.steps - steps) * step - sum(reading[WARM : WARM + asked])
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*tasks)
+    return _Beside(step, opens[WARM:], max(0.0, lost / asked))
+
+
+async def _follow(stream: Stream, begun: asyncio.Event | None = None) -> None:
+    async for _ in stream:
+        if begun is not None:
+            begun.set()
+
+
+async def _reading(engine: Engine, tokens: int) -> float:
+    """Seconds from a request of so many tokens, BOS included, to its first token."""
+    times = []
+    for _ in range(WARM + ROUNDS):
+        began = time.perf_counter()
+        await _follow(engine.submit(_request(tokens - 1, 1, None)))
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[WARM:])
+
+
+def _by_size(commits: list[tuple[int, float]], sizes: list[int]) -> dict[int, list[float]]:
+    """Seconds of commits by the number of changes in them, for a few numbers."""
+    found = {size: [seconds for changes, seconds in commits if changes == size] for size in sizes}
+    return {size: seconds[-200:] for size, seconds in found.items() if seconds}
 
 
 def _request(prompt: int, tokens: int, session: str | None) -> Request:
     return Request(prompt=[number % 97 for number in range(prompt)], tokens=tokens, session=session, text=False)
-
-
-@dataclass
-class _Timed:
-    began: float
-    times: list[float] = field(default_factory=list)
-    """When each token was there."""
-
-    @property
-    def first(self) -> float:
-        return self.times[0] - self.began
-
-    @property
-    def gap(self) -> float:
-        # over all of them: the journal hands out several at once where steps are quick
-        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
-
-
-def _run(engine: Engine, requests: Sequence[Request]) -> list[_Timed]:
-    """All requests at once."""
-
-    async def follow(request: Request) -> _Timed:
-        timed = _Timed(time.perf_counter())
-        async for event in engine.submit(request):
-            timed.times += [time.perf_counter()] * len(event.ids)
-        return timed
-
-    async def all_() -> list[_Timed]:
-        return await asyncio.gather(*(follow(request) for request in requests))
-
-    return asyncio.run(all_())
-
-
-def _latency(once: Callable[[int], float], rounds: int) -> float:
-    return statistics.median(once(number) for number in range(rounds))
 
 
 def _resident() -> int:

@@ -14,7 +14,12 @@ from serving.planning.simulate import Cluster, Load, Prediction, simulate
 ROW = 1_500
 """Bytes of a token's event on its way to a client at one token per event; less where they are coalesced."""
 REQUESTS = 2_000
-"""Turns that are simulated, at least."""
+"""Turns that are simulated, unless they are so long that fewer must do."""
+FEWEST = 50
+WORK = 2_000_000
+"""Pieces read and tokens generated in a simulation, about, at most."""
+PATIENCE = 20
+"""When so many times the replicas that arithmetic asks for do not keep the target, more will not."""
 SAMPLE = 8
 """Replicas that are simulated, at most: sessions are spread by hash, so a part of them behaves like the whole."""
 
@@ -96,6 +101,8 @@ class Plan:
     """Per second, to clients."""
     concurrent: float
     """Streams at a time."""
+    simulated: int
+    """Turns behind the percentiles of `steady`."""
     steady: Latency
     degraded: Latency
     """With one replica killed a third into the run, its sessions' leases running out, and a new one after a while."""
@@ -109,32 +116,43 @@ class Plan:
 def capacity(figures: Figures, load: Load, lanes: int) -> float:
     """Turns per second that one replica carries when all its lanes are busy."""
     t = figures.segment
-    resumed = 1 - 1 / load.turns
-    tokens = load.prompt + resumed * (t + 1) / 2
-    # pieces are cut at boundaries: one for the whole tokens, and one more for every segment begun
-    calls = 1 + tokens / t
-    reading = calls * figures.read_call + tokens * figures.read_token
-    return lanes / (load.output * figures.step_seconds(lanes) + lanes * reading)
+    tokens = load.prompt + (1 - 1 / load.turns) * (t + 1) / 2
+    # pieces are cut at boundaries: whole segments, and a part of one, half of one on average
+    part = max(1, round(min(tokens, t / 2)))
+    reading = max(0.0, tokens / t - 0.5) * figures.read_seconds(t) + figures.read_seconds(part)
+    return lanes / (load.output * figures.step_seconds(lanes) + lanes * (reading + figures.stall_seconds(lanes)))
 
 
 def make_plan(figures: Figures, wish: Wish, seed: int = 0, say: Callable[[str], None] = lambda line: None) -> Plan:
     """The fewest replicas that carry the load and keep the target, each case simulated."""
     most = capacity(figures, wish.load, wish.lanes)
-    alone = _simulated(figures, replace(wish, load=replace(wish.load, rate=0.01 * most)), 1, seed, REQUESTS // 10)
+    talking = wish.load.rate * wish.load.output * figures.step_seconds(1)
+    if talking > wish.sessions:
+        raise UserError(
+            f"--sessions {wish.sessions:,}: {wish.load.rate:g} turns per second keep at least {talking:,.0f} sessions busy at a "
+            "time, and a session takes one turn at a time; give more --sessions, or a lower --rate"
+        )
+    turns = max(FEWEST, min(REQUESTS, int(WORK / (wish.load.output + wish.load.prompt / figures.segment))))
+    alone = _simulated(figures, replace(wish, load=replace(wish.load, rate=0.01 * most)), 1, seed, max(FEWEST, turns // 10))
     if alone.first_p95 > wish.first_token:
         raise UserError(
             f"--first-token {wish.first_token:g}: even on an idle machine 95 % of requests take up to {alone.first_p95:.3g} s; "
             "choose a smaller --prompt, a smaller preset, more --threads, or a later target"
         )
-    replicas = math.ceil(wish.load.rate / (most * wish.utilisation)) + wish.spare
+    fewest = replicas = math.ceil(wish.load.rate / (most * wish.utilisation)) + wish.spare
     while True:
         say(f"simulating {replicas:,} replicas")
-        steady = _simulated(figures, wish, replicas, seed)
+        steady = _simulated(figures, wish, replicas, seed, turns)
         if steady.first_p95 <= wish.first_token and steady.refused == 0:
             break
+        if replicas > PATIENCE * fewest:
+            raise UserError(
+                f"--first-token {wish.first_token:g}: {replicas:,} replicas do not keep it ({steady.first_p95:.3g} s for 95 %, "
+                f"{steady.refused:.1%} refused), and the load itself needs {fewest:,}; choose a later target, or more --sessions"
+            )
         replicas = max(replicas + 1, math.ceil(replicas * 1.2))
     say("simulating a failure")
-    degraded = _simulated(figures, wish, replicas, seed, fail=True)
+    degraded = _simulated(figures, wish, replicas, seed, turns, fail=True)
     memory = figures.resident_bytes + wish.lanes * 2 * figures.lane_bytes
     rate, load, t = wish.load.rate, wish.load, figures.segment
     resumed = rate * (1 - 1 / load.turns)
@@ -146,15 +164,15 @@ def make_plan(figures: Figures, wish: Wish, seed: int = 0, say: Callable[[str], 
     return Plan(
         replicas, most, memory, memory * replicas, wish.sessions * figures.session_bytes,
         resumed * figures.snapshot_bytes, rate * (tokens / t * figures.snapshot_bytes + 4 * tokens),
-        commits, rate * load.output * ROW, rate * per_stream, steady, degraded,
+        commits, rate * load.output * ROW, rate * per_stream, turns, steady, degraded,
         KvCache(
             kv_session, wish.sessions * kv_session, resumed * kv_session,
-            wish.history * figures.read_token + wish.history / t * figures.read_call, kv_session / max(1, figures.session_bytes),
+            wish.history / t * figures.read_seconds(t), kv_session / max(1, figures.session_bytes),
         ),
     )  # fmt: skip
 
 
-def _simulated(figures: Figures, wish: Wish, replicas: int, seed: int, requests: int = REQUESTS, fail: bool = False) -> Latency:
+def _simulated(figures: Figures, wish: Wish, replicas: int, seed: int, requests: int, fail: bool = False) -> Latency:
     """A part of the replicas with its share of the load."""
     part = min(replicas, SAMPLE)
     load = replace(wish.load, rate=wish.load.rate * part / replicas)

@@ -1,7 +1,8 @@
 """A discrete-event simulation of replicas: arrivals, engine loops turn by turn, failures. Predicts latency.
 
-Each replica does what serving/engine/engine.py does: sessions are opened by two helpers; one turn of the loop is a step of all
-decoding lanes, then at most a segment of prompt by those that read. Seconds come from measured `Figures`.
+Each replica does what serving/engine does: sessions are opened by two helpers; one turn of the loop is a step of all decoding
+lanes, then at most a segment of prompt by those that read; the journal writes what turns leave to it and only then hands it out:
+first and last tokens at once, the others at its pace. Seconds come from measured `Figures`.
 """
 
 import heapq
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serving.engine.engine import SHARE
+from serving.engine.journal import PACE
 from serving.planning.figures import Figures
 from serving.sessions.store import LEASE_SECONDS
 
@@ -33,7 +35,7 @@ class Arrival:
     prompt: int
     output: int
     tail: int
-    """Tokens behind the session's snapshot, read again to resume; 0: a new session, nothing to open."""
+    """Tokens behind the session's snapshot, read again to resume; 0: a new session."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Prediction:
 
     first_token: list[float] = field(default_factory=list)
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds between two tokens of a stream, and how many streams saw them."""
+    """Seconds between tokens, and how many tokens waited so long: each of an event its share of the time since the last one."""
     refused: int = 0
     taken_up: int = 0
     """Streams that went on at another replica after theirs was lost."""
@@ -122,12 +124,17 @@ def quantile(weighted: Iterable[tuple[float, int]], share: float) -> float:
 class _Job:
     arrival: Arrival
     unread: int
-    position: int
+    position: int = 0
     """Within its segment."""
-    left: int
-    """Tokens still to generate, when it was last counted."""
-    last: float | None = None
-    """When its newest token came, when that was last noted."""
+    joined: int = 0
+    """Its replica's steps when it began to decode."""
+    made: int = 0
+    """Tokens that it had then; when it has ended, all of them."""
+    ended: bool = False
+    delivered: int = 0
+    """Tokens that its caller has."""
+    last: float = 0.0
+    """When the newest of these came."""
 
 
 @dataclass(eq=False)
@@ -144,12 +151,26 @@ class _Replica:
     decoding: list[tuple[int, int, _Job]] = field(default_factory=list)
     """A heap by the step in which each has its last token: between joining and leaving nobody looks at them one by one."""
     steps: int = 0
-    turned: float = 0.0
-    """When the last turn ended: when every decoding lane had its newest token."""
+    stalled: float = 0.0
+    """Seconds that the loop has yet to lose to what other threads of its process do."""
+    # the journal
+    held: dict[_Job, None] = field(default_factory=dict)
+    """Those with tokens that their callers do not have yet, or will get."""
+    urgent: list[_Job] = field(default_factory=list)
+    """Those of them whose first or last token waits."""
+    committing: bool = False
+    paced: float = -math.inf
+    """When the journal last wrote what all had."""
+    timer: float = -math.inf
+    """When it will look again by itself."""
 
     @property
     def active(self) -> int:
         return len(self.to_open) + len(self.opening) + len(self.reading) + len(self.decoding)
+
+    def made(self, job: _Job) -> int:
+        """Tokens that a job has so far."""
+        return job.made if job.ended else job.made + self.steps - job.joined
 
 
 class Simulation:
@@ -166,8 +187,7 @@ class Simulation:
     def run(self, arrivals: Sequence[Arrival], failures: Sequence[tuple[float, int]] = ()) -> Prediction:
         """What `arrivals` see; `failures`: when which replica is killed."""
         for arrival in arrivals:
-            job = _Job(arrival, arrival.tail + arrival.prompt, 0, arrival.output)
-            self._at(arrival.at, "arrive", job)
+            self._at(arrival.at, "arrive", _Job(arrival, arrival.tail + arrival.prompt))
         for when, number in failures:
             self._at(when, "fail", self.replicas[number % len(self.replicas)])
         now = 0.0
@@ -197,31 +217,38 @@ class Simulation:
         self._admit(now, replica)
 
     def _admit(self, now: float, replica: _Replica) -> None:
+        """The loop looks at what has come, as it does between two turns, and begins the next one."""
+        if replica.running:
+            return
         while replica.queue and replica.active < self.cluster.lanes:
-            job = replica.queue.popleft()
-            if job.arrival.tail:
-                replica.to_open.append(job)
-            else:
-                replica.reading.append(job)
+            replica.to_open.append(replica.queue.popleft())
+        self._help(now, replica)
+        if replica.reading or replica.decoding:
+            self._turn(now, replica)
+
+    def _help(self, now: float, replica: _Replica) -> None:
+        """Helpers that are free open sessions."""
         while replica.to_open and len(replica.opening) < HELPERS:
             job = replica.to_open.popleft()
             replica.opening.append(job)
             seconds = self.figures.open_seconds(len(replica.decoding), self._rng.random())
+            if replica.running or replica.reading or replica.decoding:
+                replica.stalled += self.figures.stall_seconds(len(replica.decoding))
             self._at(now + seconds, "opened", replica, replica.life, job)
-        if not replica.running and (replica.reading or replica.decoding):
-            self._turn(now, replica)
 
     def _on_opened(self, now: float, replica: _Replica, life: int, job: _Job) -> None:
         if life == replica.life:
             replica.opening.remove(job)
             replica.reading.append(job)
+            self._help(now, replica)
             self._admit(now, replica)
 
     def _turn(self, now: float, replica: _Replica) -> None:
         """One turn of the loop begins: how long it takes and who has a token at its end."""
         t = self.figures.segment
         stepped = len(replica.decoding)
-        seconds = self.figures.step_seconds(stepped) if stepped else 0.0
+        seconds = replica.stalled + (self.figures.step_seconds(stepped) if stepped else 0.0)
+        replica.stalled = 0.0
         budget, first = t, []
         while replica.reading:
             job = replica.reading[0]
@@ -245,50 +272,83 @@ class Simulation:
         self.found.occupancy += (now - began) * stepped
         if life != replica.life:
             return
-        replica.running, replica.turned = False, now
-        if stepped:  # every lane had a token at the end of the turn before, and has its next one now
+        replica.running = False
+        if stepped:  # every lane has its next token
             replica.steps += 1
-            self.found.gaps.append((now - began, stepped))
-            self.found.tokens += stepped
             while replica.decoding and replica.decoding[0][0] <= replica.steps:
-                heapq.heappop(replica.decoding)
-                self.found.completed += 1
+                self._end(replica, heapq.heappop(replica.decoding)[2])
         for job in first:
-            if job.last is None:
+            replica.held[job] = None
+            job.made, job.joined = job.delivered + 1, replica.steps
+            if job.made == job.arrival.output:
+                self._end(replica, job)
+            else:
+                replica.urgent.append(job)
+                self._count += 1
+                heapq.heappush(replica.decoding, (replica.steps + job.arrival.output - job.made, self._count, job))
+        self._journal(now, replica)
+        self._admit(now, replica)
+
+    def _end(self, replica: _Replica, job: _Job) -> None:
+        job.made, job.ended = job.arrival.output, True
+        replica.urgent.append(job)
+
+    def _journal(self, now: float, replica: _Replica) -> None:
+        """The journal looks at what there is, unless it is busy: then it will when it is done."""
+        if replica.committing:
+            return
+        whole = now >= replica.paced + PACE
+        if whole:
+            replica.paced = now
+        due = [(job, replica.made(job)) for job in (replica.held if whole else dict.fromkeys(replica.urgent))]
+        due = [(job, made) for job, made in due if made > job.delivered]
+        if due:
+            replica.urgent.clear()
+            replica.committing = True
+            seconds = self.figures.commit_seconds(len(due), self._rng.random())
+            self._at(now + seconds, "committed", replica, replica.life, due)
+        elif replica.held and not whole and replica.timer <= now:
+            replica.timer = replica.paced + PACE
+            self._at(replica.timer, "pace", replica, replica.life)
+
+    def _on_pace(self, now: float, replica: _Replica, life: int) -> None:
+        if life == replica.life:
+            self._journal(now, replica)
+
+    def _on_committed(self, now: float, replica: _Replica, life: int, due: list[tuple[_Job, int]]) -> None:
+        if life != replica.life:
+            return
+        replica.committing = False
+        for job, made in due:
+            count = made - job.delivered
+            if job.delivered == 0:
                 self.found.first_token.append(now - job.arrival.at + self.cluster.overhead)
             else:
-                self.found.gaps.append((now - job.last, 1))
-            job.left, job.last = job.left - 1, now
-            self.found.tokens += 1
-            if job.left:
-                self._count += 1
-                heapq.heappush(replica.decoding, (replica.steps + job.left, self._count, job))
-            else:
+                self.found.gaps.append(((now - job.last) / count, count))
+            job.delivered, job.last = made, now
+            self.found.tokens += count
+            if made == job.arrival.output:
+                del replica.held[job]
                 self.found.completed += 1
-        self._admit(now, replica)
+        self._journal(now, replica)
 
     def _on_fail(self, now: float, replica: _Replica) -> None:
         if not replica.alive:
             return
         waiting = {*replica.queue, *replica.to_open}
-        for ends, _, job in replica.decoding:
-            job.left, job.last = ends - replica.steps, replica.turned
-        lost = [*replica.queue, *replica.to_open, *replica.opening, *replica.reading, *(job for _, _, job in replica.decoding)]
+        lost = [*replica.queue, *replica.to_open, *replica.opening, *replica.reading, *replica.held]
         for _, _, kind, details in self._events:
             if kind == "turned" and details[0] is replica and details[1] == replica.life:
                 lost += details[4]  # those whose first token the turn would have brought
-        replica.alive, replica.running = False, False
-        replica.life += 1
-        for queued in (replica.queue, replica.to_open, replica.reading):
-            queued.clear()
-        replica.opening, replica.decoding = [], []
+        again = _Replica(replica.number, alive=False, life=replica.life + 1)
+        vars(replica).update(vars(again))
         self._at(now + RESTART, "restore", replica)
         for job in lost:
             # what was under a lease waits for its end; the session is then read from its snapshot on
             wait = NOTICED + (0.0 if job in waiting else self.cluster.lease)
-            again = max(1, job.arrival.tail) if job.last is None else self.figures.segment // 2
-            job.unread = again + (job.arrival.prompt if job.last is None else 0)
-            job.position = 0
+            fresh = job.delivered == 0
+            job.unread = max(1, job.arrival.tail) + job.arrival.prompt if fresh else self.figures.segment // 2
+            job.position, job.ended = 0, False
             self.found.taken_up += 1
             self._at(now + wait, "arrive", job)
 

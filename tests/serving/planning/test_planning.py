@@ -14,6 +14,7 @@ from lm.commands import run
 from lm.config import load_model_config
 from lm.errors import UserError
 from serving.cli import app
+from serving.engine.journal import PACE
 from serving.planning.figures import Figures, load_figures
 from serving.planning.measure import lane_counts, measure
 from serving.planning.plan import Wish, capacity, make_plan
@@ -21,8 +22,8 @@ from serving.planning.simulate import NOTICED, Arrival, Cluster, Load, quantile,
 
 FIGURES = Figures(
     preset="small", machine="a made-up one", segment=128, layers=6, width=256, step={1: 0.010, 16: 0.025, 32: 0.040},
-    read_call=0.010, read_token=0.0005, open={0: [0.005]}, snapshot_bytes=1_600_000, session_bytes=3_200_000,
-    lane_bytes=5_000_000, weight_bytes=22_000_000, resident_bytes=300_000_000,
+    read={1: 0.010, 128: 0.060}, open={0: [0.005]}, commit={1: [0.002]}, stall={1: 0.003}, snapshot_bytes=1_600_000,
+    session_bytes=3_200_000, lane_bytes=5_000_000, weight_bytes=22_000_000, resident_bytes=300_000_000,
 )  # fmt: skip
 LOAD = Load(rate=4.0, prompt=50, output=60)
 
@@ -36,16 +37,33 @@ def test_steps_between_measured_numbers_of_lanes_lie_on_a_line() -> None:
 
 def test_a_lone_request_takes_what_its_parts_take() -> None:
     found = simulate(FIGURES, Cluster(1, overhead=0.02), [Arrival(0.0, 1, prompt=30, output=11, tail=10)])
-    assert found.first_token == [pytest.approx(0.005 + 0.010 + 40 * 0.0005 + 0.02)]
-    assert [found.gap_at(0.01), found.gap_at(1.0)] == pytest.approx([0.010, 0.010])
+    assert found.first_token == [pytest.approx(0.005 + FIGURES.read_seconds(40) + 0.002 + 0.02)]
     assert (found.tokens, found.completed, found.refused) == (11, 1, 0)
+
+
+def test_the_journal_hands_out_first_and_last_tokens_at_once_and_the_others_at_its_pace() -> None:
+    figures = FIGURES.model_copy(update={"step": {1: 0.011}})
+    found = simulate(figures, Cluster(1), [Arrival(0.0, 1, prompt=1, output=26, tail=0)])
+    # 25 more tokens, 11 ms each, 9 of them in a pace of 100 ms
+    assert [count for _, count in found.gaps] == [9, 9, 7]
+    assert sum(seconds * count for seconds, count in found.gaps) == pytest.approx(25 * 0.011)
+
+
+def test_a_turn_that_is_opened_holds_up_those_that_decode() -> None:
+    decoding = Arrival(0.0, 1, prompt=1, output=200, tail=0)
+    others = [Arrival(0.3 + 0.1 * number, 2 + number, prompt=1, output=1, tail=0) for number in range(10)]
+    seconds = {
+        stall: simulate(FIGURES.model_copy(update={"stall": {1: stall}}), Cluster(1), [decoding, *others]).seconds
+        for stall in (0.0, 0.02)
+    }
+    assert seconds[0.02] - seconds[0.0] == pytest.approx(10 * 0.02, abs=0.001)
 
 
 def test_a_prompt_delays_the_others_by_a_segment_at_most() -> None:
     decoding = Arrival(0.0, 1, prompt=1, output=200, tail=0)
     reading = Arrival(0.5, 2, prompt=10_000, output=1, tail=0)
     found = simulate(FIGURES, Cluster(1), [decoding, reading])
-    assert found.gap_at(1.0) <= FIGURES.step_seconds(1) + FIGURES.read_seconds(128) + 1e-9
+    assert found.gap_at(1.0) <= PACE + FIGURES.step_seconds(1) + FIGURES.read_seconds(128)
     assert found.completed == 2
 
 
@@ -101,6 +119,11 @@ def test_a_target_out_of_reach_is_said_so() -> None:
         make_plan(FIGURES, Wish(1000, LOAD, first_token=0.01))
 
 
+def test_more_turns_than_sessions_can_take_are_refused() -> None:
+    with pytest.raises(UserError, match="--sessions 5"):
+        make_plan(FIGURES, Wish(5, replace(LOAD, rate=50.0)))
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)), min_size=1), st.floats(0.01, 1.0))
 def test_quantiles_of_weighted_values_are_those_of_the_values_written_out(pairs: list[tuple[float, int]], share: float) -> None:
     written = sorted(value for value, weight in pairs for _ in range(weight))
@@ -114,9 +137,10 @@ def test_figures_are_measured_on_a_real_engine_with_a_real_store(tmp_path: Path)
     config = load_model_config("tiny", ["dropout=0"])
     found = measure("tiny", config, lanes=2, threads=1)
     assert list(found.step) == [1, 2]
-    assert found.read_call + found.read_token > 0
-    assert list(found.open) == [0, 1]
-    assert max(found.open[0]) > 0
+    assert list(found.read) == [1, 4, 16, 32]
+    assert list(found.open) == [0, 1, 2]
+    assert min(found.open[0]) > 0
+    assert min(found.commit[1]) > 0
     # memory and window of `tiny`: 23 KB + 66 KB; a session retains two snapshots besides its row
     assert 85_000 < found.snapshot_bytes < 95_000
     assert 2 * found.snapshot_bytes < found.session_bytes < 3 * found.snapshot_bytes
