@@ -70,7 +70,8 @@ def main() -> None:
             assert run(app, command) == 0
         world.barrier()
         nowhere = Console(file=stack.enter_context(open(os.devnull, "w")))
-        memory = memory_over_steps(data, folder, world, nowhere)  # first, while nothing else of this process grows or shrinks
+        # first, while nothing else of this process grows or shrinks
+        memory = memory_over_steps(data, folder, world, nowhere) if world.size == 1 else {}
         names = ["plain", "zero0", "zero1", "zero2", "zero3"]
         trainers = {name: Trainer(experiment(data, args.lanes, name, "small"), folder / name, world, nowhere) for name in names}
         if world.size > 1:
