@@ -115,7 +115,8 @@ def _overview(task: str, preset: str, outcomes: Sequence[Outcome]) -> Sheet:
             failed = [sum(1 - share > FAILED for share in run.accuracy) for run in runs]
             row += [", ".join(map(str, failed)), paper.lookup(paper.BABI_ERROR, task, model) or ""]
         else:
-            row.append(" / ".join(map(str, paper.lookup(paper.ACCURACY[task], task, model) or [])))
+            accuracies = paper.lookup(paper.ACCURACY[task], task, model)
+            row.append(" / ".join(map(str, accuracies or [])))
         rows.append(row)
     groups = len(outcomes[0].groups)
     what = f"{groups} of 20 tasks; the paper's figures are over all 20" if task == "babi" and groups < 20 else f"preset {preset}"
