@@ -86,6 +86,7 @@ def page(text: str) -> str:
 def measured() -> str:
     """The tables, in Markdown."""
     parts = [report.markdown(report.collect(RUNS))] if RUNS.is_file() else []
+    parts.append(report.sizes("paper").markdown() + "\n")
     if LAYER.is_file():
         found = json.loads(LAYER.read_text())
         lines = [
