@@ -92,6 +92,18 @@ def run(
     stdout.print(f"{folder}: a folder for each run; `pmi reason report {out}` draws the curves", highlight=False, soft_wrap=True)
 
 
+@app.command(epilog="Example: pmi reason models --preset paper")
+def models(preset: Annotated[str, typer.Option(help="cpu or paper.")] = "paper") -> None:
+    """Parameters of every model on every task, beside the paper's."""
+    from lm.reasoning import paper, report
+    from lm.reasoning.config import PRESETS
+
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
+    _show([report.sizes(preset)])
+    stdout.print(paper.WHY_PARAMETERS, highlight=False)
+
+
 @app.command("report", epilog="Example: pmi reason report runs/reason --out runs/reason")
 def report_(
     source: Annotated[Path, typer.Argument(help="The --out of `pmi reason run`, or a report.json.")],

@@ -16,9 +16,6 @@ Perceived = tuple[Tensor, Tensor | None]
 class Perception(nn.Module):
     """Base of all."""
 
-    labels: list[str]
-    """What the positions are called in pictures of attention."""
-
     def forward(self, inputs: dict[str, Tensor]) -> Perceived:
         """The features of a batch."""
         raise NotImplementedError

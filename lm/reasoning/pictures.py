@@ -106,13 +106,13 @@ def attention(model: Reasoner, dataset: Dataset, rows: Sequence[int], level: str
     Returns the same as JSON values.
     """
     pyplot = _pyplot()
-    found = []
+    found: list[dict[str, Any]] = []
     for row in rows:
         inputs, _ = dataset.batch("test", np.array([row]), torch.device("cpu"))
         looks = [weights for look in model.look(inputs) if (weights := getattr(look, level)) is not None]
         if not looks:
             return []
-        labels = names(dataset, row, looks[0].shape[1])
+        labels = names(dataset, looks[0].shape[1])
         found.append({"row": row, "labels": labels, "level": level, "layers": [weights[0].tolist() for weights in looks]})
     layers, tall = len(found[0]["layers"]), max(len(entry["labels"]) for entry in found)
     height = min(9.0, max(2.6, 0.17 * tall))
@@ -137,7 +137,7 @@ def attention(model: Reasoner, dataset: Dataset, rows: Sequence[int], level: str
     return found
 
 
-def names(dataset: Dataset, row: int, positions: int) -> list[str]:
+def names(dataset: Dataset, positions: int) -> list[str]:
     """What a test sample's positions are called: sentences or patches, question, class token."""
     asked = ["Q"] if "story" in dataset.tables or dataset.about.get("choices") else []
     count = positions - len(asked) - 1

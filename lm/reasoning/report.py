@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from lm.errors import UserError
 from lm.reasoning import paper
-from lm.reasoning.training import METRICS, RESULT
+from lm.reasoning.build import build
+from lm.reasoning.config import load_reason_config, reason_models
+from lm.reasoning.tasks.dataset import Dataset
+from lm.reasoning.training import METRICS, RESULT, parameters
 
 REPORT = "report.json"
 FAILED = 0.05
@@ -108,14 +112,15 @@ def _overview(task: str, preset: str, outcomes: Sequence[Outcome]) -> Sheet:
     for model, runs in _models(outcomes).items():
         values = [100 * (1 - run.mean if task == "babi" else run.mean) for run in runs]
         best = min(values) if task == "babi" else max(values)
-        theirs = paper.lookup(paper.PARAMETERS[task], task, model)
+        theirs = paper.lookup(paper.PARAMETERS[task], task, model) if preset == "paper" else None  # of other sizes
         row = [model, str(len(runs)), f"{runs[0].parameters / 1e6:.2f}M", f"{theirs}M" if theirs else "", _budget(runs)]
         row += [f"{np.median([run.seconds for run in runs]):.0f}", spread(values), f"{best:.2f}"]
         if task == "babi":
             failed = [sum(1 - share > FAILED for share in run.accuracy) for run in runs]
             row += [", ".join(map(str, failed)), paper.lookup(paper.BABI_ERROR, task, model) or ""]
         else:
-            row.append(" / ".join(map(str, paper.lookup(paper.ACCURACY[task], task, model) or [])))
+            accuracies = paper.lookup(paper.ACCURACY[task], task, model)
+            row.append(" / ".join(map(str, accuracies or [])))
         rows.append(row)
     groups = len(outcomes[0].groups)
     what = f"{groups} of 20 tasks; the paper's figures are over all 20" if task == "babi" and groups < 20 else f"preset {preset}"
@@ -154,6 +159,34 @@ def _comparison(outcomes: Sequence[Outcome]) -> Sheet:
         ours, others = [100 * run.mean for run in models[base]], [100 * run.mean for run in runs]
         rows.append([f"{base} over {model}", f"{np.mean(ours) - np.mean(others):+.2f}", verdict(ours, others)])
     return Sheet(f"{outcomes[0].task}: difference of mean accuracy, points", ["", "difference", "runs"], rows)
+
+
+ABOUT: dict[str, tuple[dict[str, Any], int]] = {
+    "babi": ({"vocabulary": 146, "words": 11, "sentences": 130}, 60),
+    "clevr": ({"side": 75, "channels": 3, "choices": [6, 7, 9]}, 21),
+    "triangles": ({"side": 64, "channels": 1, "choices": []}, 2),
+    "cifar": ({"side": 32, "channels": 3, "choices": []}, 10),
+}
+"""What a model's size depends on in each task's data: what perception is built from, and how many answers there are."""
+
+
+def sizes(preset: str) -> Sheet:
+    """Parameters of every model on every task, in millions, with the paper's where it gives them and the sizes are its own."""
+    rows = []
+    for model in reason_models():
+        for size in ("", "-s", "-m", "-l") if model == BASE else ("",):
+            row = [model + size]
+            for task, (about, answers) in ABOUT.items():
+                if task == "babi" and model.startswith("cnn"):
+                    row.append("")
+                    continue
+                blank = Dataset({}, {}, [""] * answers, [], [], about)
+                with torch.device("meta"):
+                    count = parameters(build(load_reason_config(task, model + size, preset), blank, 0)) / 1e6
+                theirs = paper.lookup(paper.PARAMETERS[task], task, model + size) if preset == "paper" else None
+                row.append(f"{count:.2f} ({theirs:.2f})" if theirs else f"{count:.2f}")
+            rows.append(row)
+    return Sheet(f"millions of parameters, preset {preset} (in brackets: the paper's)", ["model", *ABOUT], rows)
 
 
 def verdict(ours: Sequence[float], others: Sequence[float]) -> str:

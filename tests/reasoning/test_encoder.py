@@ -137,16 +137,19 @@ def test_sparse_attention_hides_most_pairs_but_nothing_from_the_class_token() ->
 
 
 def test_parameter_counts_at_the_papers_sizes() -> None:
-    from lm.reasoning import paper
+    from lm.reasoning import paper, report
     from lm.reasoning.tasks.dataset import Dataset
 
-    about = {"vocabulary": 160, "words": 12, "sentences": 130}
-    blank = Dataset({}, {}, ["x"] * 77, [], [], about)
+    about, answers = report.ABOUT["babi"]
+    blank = Dataset({}, {}, ["x"] * answers, [], [], about)
     counts = {}
     for name in ("pmi-tr-s", "pmi-tr-m", "pmi-tr-l", "pmi-tr-without-1", "tr", "tr-hc", "tr-hsw"):
         config = load_reason_config("babi", name, "paper")
         with torch.device("meta"):
             counts[name] = parameters(build(config, blank, 1))
+    shown = {row[0]: row[1] for row in report.sizes("paper").rows}
+    assert shown["pmi-tr-without-1"] == f"{counts['pmi-tr-without-1'] / 1e6:.2f} (16.48)"
+    assert shown["tr"] == f"{counts['tr'] / 1e6:.2f}"
     d = 256
     memory = 20 * d * d + 12 * d + 5 * d + 1 + (8 + 5 * 8) * d  # projections; norms, biases and gates; probes; alpha; initial
     assert counts["pmi-tr-m"] - counts["tr"] == memory - 4 * d * d

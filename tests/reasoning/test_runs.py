@@ -208,3 +208,9 @@ def test_explain_draws_which_words_the_memory_goes_back_to(tmp_path: Path, capsy
 def test_words_end_where_white_space_does() -> None:
     tokenizer = ByteTokenizer()
     assert words(tokenizer, [256, *tokenizer.encode("ab  c\nd")]) == [(1, 5, "ab"), (5, 7, "c"), (7, 8, "d")]
+
+
+def test_the_page_holds_what_was_measured() -> None:
+    from benchmarks.reasoning import PAGE, page
+
+    assert page(PAGE.read_text()) == PAGE.read_text(), "run python -m benchmarks.reasoning --page"

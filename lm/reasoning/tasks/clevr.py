@@ -52,7 +52,10 @@ def load(config: ClevrData, source: Path | None, cache: Path | None) -> Dataset:
 def generate(config: ClevrData) -> Dataset:
     """All splits; each picture of each split has its own seed."""
     counts = {"train": config.pictures, "valid": config.held_out, "test": config.held_out}
-    splits, pictures, centres, rounds = {}, [], [], []
+    splits: dict[str, Split] = {}
+    pictures: list[Array] = []
+    centres: list[Array] = []
+    rounds: list[Array] = []
     for number, (split, count) in enumerate(counts.items()):
         rows: list[tuple[int, int, int, int, int]] = []
         for index in range(count):
@@ -64,7 +67,7 @@ def generate(config: ClevrData) -> Dataset:
             rounds.append(scene.round)
         table = np.array(rows, dtype=np.int32)
         asked = table[:, 3].astype(np.int16)
-        inputs = {"at": table[:, 0], "question": table[:, 1:4].astype(np.int16)}
+        inputs: dict[str, Array] = {"at": table[:, 0], "question": table[:, 1:4].astype(np.int16)}
         splits[split] = Split(inputs, table[:, 4].astype(np.int16), asked // 3, asked)
     tables = {"pictures": np.stack(pictures), "centres": np.stack(centres), "round": np.stack(rounds).astype(np.uint8)}
     return Dataset(splits, tables, ANSWERS, GROUPS, [], {"side": SIDE, "channels": 3, "choices": CHOICES})
