@@ -156,7 +156,7 @@ class RayEngine:
 
     def __init__(self, handle: DeploymentHandle, info: ModelInfo) -> None:
         self.handle, self.info = handle, info
-        # plain pickle: there are no lambdas in what is sent, and cloudpickle takes ten times as long
+        # plain pickle: what is sent has no lambdas, which cloudpickle looks for each time
         self._streams = handle.options(stream=True, request_serialization="pickle", response_serialization="pickle")
 
     async def generate(self, request: Request, progress: bool = False) -> AsyncGenerator[Chunk]:

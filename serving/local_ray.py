@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BASE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's own 15 starves replicas beside any other program
-    # requests and tokens go from process to process over gRPC; through Ray's object store each costs about ten times as much
+    # requests and tokens go from process to process over gRPC, which costs far less than Ray's object store
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     # nothing in our replicas blocks their event loop, so it needs no second one beside it
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
