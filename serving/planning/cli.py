@@ -124,7 +124,7 @@ def _show(figures: "Figures", wish: "Wish", made: "Plan") -> None:
         "lanes used",
         title=f"simulated, {made.simulated:,} turns: first token, between tokens",
     )
-    for name, found in (("steady", made.steady), ("a replica killed", made.degraded)):
+    for name, found in (("steady", made.steady), ("one killed", made.degraded)):
         times = (found.first_p50, found.first_p95, found.first_p99, found.gap_p50, found.gap_p95, found.gap_p99)
         latency.add_row(name, *map(duration, times), f"{found.refused:.1%}", f"{found.occupancy:.0%}")
     stdout.print(latency)
