@@ -49,6 +49,8 @@ from serving.sessions.store import LOCAL, Settings
 
 LONE = 12
 """Requests that come one by one before the run, to tell what HTTP and Ray add."""
+LONG = 16_000
+"""Tokens of a stream that is to last: as many as the service allows."""
 Ask = Callable[[Arrival, str], AsyncIterator[int]]
 """Sends one request; yields the number of tokens that came, whenever some do."""
 
@@ -202,17 +204,16 @@ async def calibrated(service: Service, client: Any, figures: Figures, lanes: int
 
     async def stream(session: str, counted: bool) -> None:
         nonlocal tokens
-        async for new in service.ask(client, 1, 1_000_000, session):
+        async for new in service.ask(client, 1, LONG, session):
             tokens += new if counted else 0
 
     for count in lane_counts(lanes - 1):
-        names = [service.fork(number) for number in range(count)]
+        names, sessions = ([service.fork(number) for number in range(many)] for many in (count, 2 * BASES))
         tasks = [asyncio.create_task(stream(name, number == 0)) for number, name in enumerate(names)]
         await asyncio.sleep(2.0)
         before, began = tokens, time.perf_counter()
         await asyncio.sleep(3.0)
         steps[count] = (time.perf_counter() - began) / (tokens - before)
-        sessions = [service.fork(number) for number in range(2 * BASES)]
         before, began = tokens, time.perf_counter()
         for session in sessions:
             await asyncio.sleep(random.random() * 0.05)
@@ -362,7 +363,12 @@ def main() -> None:
     results = [compared(console, f"{args.preset}, {kind}", most, figures, cluster, run) for run in runs]
     save(
         f"plan_check_{args.preset}_{kind}",
-        {"protocol": vars(args) | {"checkpoint": None}, "figures": figures.model_dump(), "overhead": overhead, "runs": results},
+        {
+            "protocol": vars(args) | {"checkpoint": None},
+            "figures": figures.model_dump(exclude={"open", "commit"}),
+            "overhead": overhead,
+            "runs": results,
+        },
     )
 
 

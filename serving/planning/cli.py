@@ -40,7 +40,7 @@ def plan(
     ] = 0.7,
     spare: Annotated[int, typer.Option(help="Replicas that may be down.", min=0, max=1000)] = 1,
     overhead: Annotated[float, typer.Option(help="Seconds that HTTP and Ray add to the first token.", min=0, max=60)] = 0.01,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the figures on this machine first (seconds).")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the figures on this machine first (a minute).")] = False,
     figures: Annotated[Path | None, typer.Option(help="Measured figures, read from here; with --measure, written there.")] = None,
     store: Annotated[
         str | None, typer.Option(help="Where --measure keeps its sessions (default: a file that is removed).")
@@ -126,7 +126,7 @@ def _show(figures: "Figures", wish: "Wish", made: "Plan") -> None:
         "lanes used",
         title=f"simulated, {made.simulated:,} turns: first token, between tokens",
     )
-    for name, found in (("steady", made.steady), ("a replica killed", made.degraded)):
+    for name, found in (("steady", made.steady), ("one killed", made.degraded)):
         times = (found.first_p50, found.first_p95, found.first_p99, found.gap_p50, found.gap_p95, found.gap_p99)
         latency.add_row(name, *map(duration, times), f"{found.refused:.1%}", f"{found.occupancy:.0%}")
     stdout.print(latency)

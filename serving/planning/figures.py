@@ -5,6 +5,7 @@ pmi plan --preset small --measure --figures figures.json ...       measures and 
 
 import itertools
 import json
+import statistics
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -31,7 +32,8 @@ class Figures(Schema):
     read: dict[int, float]
     """Seconds to read so many tokens (of a prompt, or of a tail) within a segment."""
     open: dict[int, list[float]]
-    """While so many lanes decode: seconds to take a session from the store, several times."""
+    """While so many lanes decode: seconds to take a session from the store and to hand its turn from thread to thread, several
+    times."""
     commit: dict[int, list[float]]
     """Seconds of the journal's transactions, by the number of sessions in them, several times."""
     stall: dict[int, float]
@@ -76,6 +78,12 @@ class Figures(Schema):
         """To open a session: one of the measured times; `draw` in [0, 1) says which."""
         return _sample(self.open, lanes, draw)
 
+    def loop_share(self) -> float:
+        """How much of the interpreter a decoding loop takes from a thread beside it: 1 would make that take twice as long."""
+        idle = statistics.median(self.open[min(self.open)])
+        busy = [seconds for lanes, times in self.open.items() if lanes > min(self.open) for seconds in times]
+        return max(0.0, statistics.median(busy) / idle - 1) if busy else 1.0
+
     def commit_seconds(self, sessions: int, draw: float) -> float:
         """Of a transaction with so many sessions: one of the measured times."""
         return _sample(self.commit, sessions, draw)
@@ -113,7 +121,7 @@ def load_figures(preset: str, path: Path | None) -> Figures:
     file = path or RESULTS / f"plan_{preset}.json"
     if not file.is_file():
         where = f"--figures {path}: no such file" if path else f"no figures were measured for {preset!r} yet"
-        raise UserError(f"{where}; add --measure to measure them here (seconds for `small`, a minute for the largest)")
+        raise UserError(f"{where}; add --measure to measure them here (a minute for `small`, two for `enwik8`)")
     found = validate(Figures, read_mapping(file), str(file))
     if found.preset != preset:
         raise UserError(f"{file}: these are figures of {found.preset!r}, not of {preset!r}; add --measure, or give others")

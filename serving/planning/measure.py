@@ -30,19 +30,22 @@ from serving.engine.opening import identity, open_session
 from serving.engine.sequence import Sequence as Opened
 from serving.engine.stream import Stream
 from serving.planning.figures import Figures, on_a_line, pieces
+from serving.planning.simulate import Arrival, Cluster, simulate
 from serving.sessions.opening import open_store
-from serving.sessions.store import LEASE_SECONDS, LOCAL, Change, Outcome, SessionStore, Settings
+from serving.sessions.store import LEASE_SECONDS, LOCAL, Change, Lease, Outcome, SessionStore, Settings
 
 BASES = 8
 """Sessions with tails spread over a segment, that all others are forked from."""
 ROUNDS = 9
 """Times that reading is measured: the median counts."""
-TURNS = 30
+TURNS = 24
 """Turns that are opened and answered beside each number of lanes, if the time allows."""
+KEPT = 40
+"""Commits of one size that are kept, the last ones."""
 WARM = 3
-"""Of these, the first ones: they do not count."""
-WINDOW = 1.0, 4.0
-"""Seconds that steps are counted for, beside each number of lanes: at least, and at most if a segment takes longer."""
+"""The first turns do not count."""
+WINDOW = 0.7, 3.0
+"""Seconds that steps are counted for, before and after the turns beside them: at least, and at most if a segment takes longer."""
 
 
 def lane_counts(most: int) -> list[int]:
@@ -107,7 +110,7 @@ def _measure(
     finally:
         for name in sessions.names:
             store.delete(LOCAL, name)
-    return Figures(
+    parts = Figures(
         preset=preset,
         machine=f"{_processor()}, {device}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         segment=t, layers=config.layers, width=config.width,
@@ -119,10 +122,24 @@ def _measure(
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         resident_bytes=resident,
     )  # fmt: skip
+    return parts.model_copy(update={"open": {count: _whole(parts, count, x) for count, x in beside.items()}})
+
+
+def _whole(parts: Figures, lanes: int, seen: "_Beside") -> list[float]:
+    """Times to open a session, with what passes from thread to thread until its first token is with its caller.
+
+    That is what the same turns take longer for real than simulated from their parts.
+    """
+    apart, step = 0.5, parts.step_seconds(max(1, lanes))
+    streams = [Arrival(0.0, 0, 1, round((apart * len(seen.tails) + 4) / step), 1) for _ in range(lanes)]
+    turns = [Arrival(2.0 + apart * number + step * number / 7, 1, 1, 2, tail) for number, tail in enumerate(seen.tails)]
+    simulated = simulate(parts, Cluster(1, lanes + 1, overhead=0.0), [*streams, *turns]).first_token[lanes:]
+    handed = max(0.0, statistics.median(seen.first) - statistics.median(simulated))
+    return [seconds + handed for seconds in seen.open]
 
 
 class _Watched:
-    """A store that notes how long each commit takes."""
+    """A store that notes how long the journal takes for each commit, and for giving back the leases of those that have ended."""
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
@@ -135,6 +152,13 @@ class _Watched:
             return self._store.commit(changes)
         finally:
             self.commits.append((len(changes), time.perf_counter() - began))
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        began = time.perf_counter()
+        self._store.release(leases)
+        if self.commits:
+            changes, seconds = self.commits.pop()
+            self.commits.append((changes, seconds + time.perf_counter() - began))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -182,51 +206,64 @@ class _Beside:
     step: float
     open: list[float]
     stall: float
+    first: list[float]
+    """Seconds to the first tokens of turns that came one by one ..."""
+    tails: list[int]
+    """... and what they had to read again."""
 
 
 async def _turns_beside(engine: Engine, sessions: _Sessions, lanes: int, read: dict[int, float]) -> _Beside:
     """Steps of `lanes` lanes, alone and beside turns of others."""
     t, rng = sessions.checkpoint.model.config.segment, random.Random(lanes)
     to_open, to_ask = [[sessions.fork() for _ in range(TURNS)] for _ in range(2)]
-    reading = sum(
-        on_a_line(read, piece) for name in to_ask[WARM:] for piece in pieces(len(sessions.store.get(LOCAL, name).tail) + 1, t)
-    )
+    tails = [sessions.tail(name) for name in to_ask]
+    reading = [sum(on_a_line(read, piece) for piece in pieces(tail + 1, t)) for tail in tails]
     begun = [asyncio.Event() for _ in range(lanes)]
     streams = [engine.submit(_request(1, 1_000_000, sessions.fork())) for _ in begun]  # they decode until the engine is closed
     tasks = [asyncio.create_task(_follow(stream, event)) for stream, event in zip(streams, begun, strict=True)]
     for event in begun:
         await event.wait()
-    step = 0.0
-    if lanes:
-        await asyncio.sleep(0.2)
-        steps, began = engine.counters.steps, time.perf_counter()
-        while (passed := time.perf_counter() - began) < WINDOW[0] or (engine.counters.steps < steps + t and passed < WINDOW[1]):
-            await asyncio.sleep(0.01)
-        step = passed / (engine.counters.steps - steps)
-    loop, opens = asyncio.get_running_loop(), []
+    before = await _step(engine, t) if lanes else 0.0
+    loop, opens, first = asyncio.get_running_loop(), [], []
     with ThreadPoolExecutor(1) as helper:
         for name in to_open:
-            await asyncio.sleep(rng.random() * (step or 0.01))  # anywhere in a turn
+            await asyncio.sleep(rng.random() * (before or 0.01))  # anywhere in a turn
             opens.append(await loop.run_in_executor(helper, sessions.open, name))
     for number, name in enumerate(to_ask):
         if number == WARM:
             steps, began = engine.counters.steps, time.perf_counter()
         if number > 2 * WARM and time.perf_counter() - began > WINDOW[1]:
             break
-        await asyncio.sleep(rng.random() * (step or 0.01))
-        await _follow(engine.submit(_request(1, 2, name)))
-        asked = number + 1 - WARM
-    lost = time.perf_counter() - began - (engine.counters.steps - steps) * step - sum(reading[WARM : WARM + asked])
+        await asyncio.sleep(rng.random() * (before or 0.01))
+        sent = time.perf_counter()
+        first.append(await _follow(engine.submit(_request(1, 2, name))) - sent)
+    asked = len(first) - WARM
+    taken, stepped = time.perf_counter() - began, engine.counters.steps - steps
+    step = (before + await _step(engine, t)) / 2 if lanes else 0.0
+    lost = taken - stepped * step - sum(reading[WARM : WARM + asked])
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*tasks)
-    return _Beside(step, opens[WARM:], max(0.0, lost / asked))
+    return _Beside(step, opens[WARM:], max(0.0, lost / asked), first[WARM:], tails[WARM : WARM + asked])
 
 
-async def _follow(stream: Stream, begun: asyncio.Event | None = None) -> None:
+async def _step(engine: Engine, segment: int) -> float:
+    """Seconds of a step, of all lanes that decode."""
+    await asyncio.sleep(0.1)
+    steps, began = engine.counters.steps, time.perf_counter()
+    while (passed := time.perf_counter() - began) < WINDOW[0] or (engine.counters.steps < steps + segment and passed < WINDOW[1]):
+        await asyncio.sleep(0.01)
+    return passed / (engine.counters.steps - steps)
+
+
+async def _follow(stream: Stream, begun: asyncio.Event | None = None) -> float:
+    """To its end; returns when the first token came."""
+    first = 0.0
     async for _ in stream:
+        first = first or time.perf_counter()
         if begun is not None:
             begun.set()
+    return first
 
 
 async def _reading(engine: Engine, tokens: int) -> float:
@@ -242,7 +279,7 @@ async def _reading(engine: Engine, tokens: int) -> float:
 def _by_size(commits: list[tuple[int, float]], sizes: list[int]) -> dict[int, list[float]]:
     """Seconds of commits by the number of changes in them, for a few numbers."""
     found = {size: [seconds for changes, seconds in commits if changes == size] for size in sizes}
-    return {size: seconds[-200:] for size, seconds in found.items() if seconds}
+    return {size: seconds[-KEPT:] for size, seconds in found.items() if seconds}
 
 
 def _request(prompt: int, tokens: int, session: str | None) -> Request:

@@ -5,6 +5,7 @@ lanes, then at most a segment of prompt by those that read; the journal writes w
 first and last tokens at once, the others at its pace. Seconds come from measured `Figures`.
 """
 
+import functools
 import heapq
 import math
 import random
@@ -138,6 +139,19 @@ class _Job:
 
 
 @dataclass(eq=False)
+class _Aside:
+    """Work of a thread beside the loop: several share the interpreter, and each takes the longer the more there are."""
+
+    left: float
+    """Seconds that it still takes, if nothing else is beside the loop."""
+    since: float
+    kind: str
+    details: tuple[Any, ...]
+    version: int = 0
+    """Raised when its end moves."""
+
+
+@dataclass(eq=False)
 class _Replica:
     number: int
     alive: bool = True
@@ -150,6 +164,8 @@ class _Replica:
     reading: deque[_Job] = field(default_factory=deque)
     decoding: list[tuple[int, int, _Job]] = field(default_factory=list)
     """A heap by the step in which each has its last token: between joining and leaving nobody looks at them one by one."""
+    aside: dict[int, "_Aside"] = field(default_factory=dict)
+    """What helpers and the journal are at."""
     steps: int = 0
     stalled: float = 0.0
     """Seconds that the loop has yet to lose to what other threads of its process do."""
@@ -178,6 +194,8 @@ class Simulation:
 
     def __init__(self, figures: Figures, cluster: Cluster) -> None:
         self.figures, self.cluster = figures, cluster
+        self._step, self._read = functools.cache(figures.step_seconds), functools.cache(figures.read_seconds)
+        self._loop = figures.loop_share()
         self.replicas = [_Replica(number) for number in range(cluster.replicas)]
         self.found = Prediction()
         self._events: list[tuple[float, int, str, tuple[Any, ...]]] = []
@@ -234,7 +252,38 @@ class Simulation:
             seconds = self.figures.open_seconds(len(replica.decoding), self._rng.random())
             if replica.running or replica.reading or replica.decoding:
                 replica.stalled += self.figures.stall_seconds(len(replica.decoding))
-            self._at(now + seconds, "opened", replica, replica.life, job)
+            self._beside(now, replica, seconds, "opened", job)
+
+    def _beside(self, now: float, replica: _Replica, seconds: float, kind: str, *details: Any) -> None:
+        """A thread begins something that would take so many seconds if it were the only one beside the loop."""
+        self._pass(now, replica)
+        self._count += 1
+        replica.aside[self._count] = _Aside(seconds, now, kind, details)
+        self._schedule(now, replica)
+
+    def _slower(self, replica: _Replica) -> float:
+        """How many times longer each takes than it would alone: the loop takes its part of the interpreter too."""
+        loop = self._loop if replica.running or replica.reading or replica.decoding else 0.0
+        return (loop + len(replica.aside)) / (loop + 1)
+
+    def _pass(self, now: float, replica: _Replica) -> None:
+        slower = self._slower(replica) if replica.aside else 1.0
+        for work in replica.aside.values():
+            work.left, work.since = max(0.0, work.left - (now - work.since) / slower), now
+
+    def _schedule(self, now: float, replica: _Replica) -> None:
+        slower = self._slower(replica) if replica.aside else 1.0
+        for key, work in replica.aside.items():
+            work.version += 1
+            self._at(now + work.left * slower, "aside", replica, replica.life, key, work.version)
+
+    def _on_aside(self, now: float, replica: _Replica, life: int, key: int, version: int) -> None:
+        if life != replica.life or key not in replica.aside or replica.aside[key].version != version:
+            return
+        self._pass(now, replica)
+        work = replica.aside.pop(key)
+        self._schedule(now, replica)
+        getattr(self, f"_on_{work.kind}")(now, replica, replica.life, *work.details)
 
     def _on_opened(self, now: float, replica: _Replica, life: int, job: _Job) -> None:
         if life == replica.life:
@@ -247,7 +296,7 @@ class Simulation:
         """One turn of the loop begins: how long it takes and who has a token at its end."""
         t = self.figures.segment
         stepped = len(replica.decoding)
-        seconds = replica.stalled + (self.figures.step_seconds(stepped) if stepped else 0.0)
+        seconds = replica.stalled + (self._step(stepped) if stepped else 0.0)
         replica.stalled = 0.0
         budget, first = t, []
         while replica.reading:
@@ -258,7 +307,7 @@ class Simulation:
                 break
             budget -= cost
             replica.reading.popleft()
-            seconds += self.figures.read_seconds(portion)
+            seconds += self._read(portion)
             job.position += portion
             job.unread -= portion
             if job.unread:
@@ -306,7 +355,7 @@ class Simulation:
             replica.urgent.clear()
             replica.committing = True
             seconds = self.figures.commit_seconds(len(due), self._rng.random())
-            self._at(now + seconds, "committed", replica, replica.life, due)
+            self._beside(now, replica, seconds, "committed", due)
         elif replica.held and not whole and replica.timer <= now:
             replica.timer = replica.paced + PACE
             self._at(replica.timer, "pace", replica, replica.life)
