@@ -112,7 +112,7 @@ def _measure(
             store.delete(LOCAL, name)
     parts = Figures(
         preset=preset,
-        machine=f"{_processor()}, {device}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
+        machine=f"{_processor(torch.device(device))}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}",
         segment=t, layers=config.layers, width=config.width,
         step={count: x.step for count, x in beside.items() if count}, read=read,
         open={count: x.open for count, x in beside.items()}, stall={count: x.stall for count, x in beside.items() if count},
