@@ -338,6 +338,8 @@ def main() -> None:
     if args.service and args.checkpoint is None:
         parser.error("--service needs --checkpoint")
     config = from_pretrained(args.checkpoint).model.config if args.checkpoint else load_model_config(args.preset, ["dropout=0"])
+    most, overhead = 0.0, 0.0
+    cluster = Cluster(args.replicas if args.service else 1, args.lanes, queue=256)
 
     def plan(figures: Figures) -> list[tuple[float, list[Arrival]]]:
         """Each load."""
@@ -349,8 +351,6 @@ def main() -> None:
         seeds = range(args.seed, args.seed + args.rounds)
         return [(share, x.arrivals(args.seconds, figures.segment, random.Random(seed))) for seed in seeds for share, x in loads]
 
-    most, overhead = 0.0, 0.0
-    cluster = Cluster(args.replicas if args.service else 1, args.lanes, queue=256)
     figures = measure(args.preset, config, args.lanes, args.threads)
     if args.service:
         figures, overhead, runs = through_http(args, figures, plan)
