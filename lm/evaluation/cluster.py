@@ -99,11 +99,12 @@ class Cluster:
         name = uuid.uuid4().hex
         tasks = self._tasks(job, name, part, finished)
         parameters = {name: x.detach().cpu() for name, x in model.named_parameters()}
-        weights = ray.put(Weights(name, model.config, model.dtype, parameters))
+        device = model.device.type  # of a GPU's number each worker sees its own only
+        weights = ray.put(Weights(name, model.config, model.dtype, device, parameters))
         counter = self.counter = self.counter or ray.remote(num_cpus=0, max_restarts=-1)(Counter).remote()
         lost = metrics()["failures"]
         lost.set(self.failures)
-        submit = ray.remote(num_cpus=1, max_retries=0)(_read)
+        submit = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"), max_retries=0)(_read)
         queue = deque((task, 1) for task in tasks)
         waiting: dict[Any, tuple[Task, int]] = {}
         asked, told, read = counter.total.remote(name), 0, 0
@@ -174,6 +175,7 @@ class Weights:
     """Unique to the pass: a worker builds the model once, whatever the number of its tasks."""
     config: ModelConfig
     dtype: torch.dtype
+    device: str
     parameters: dict[str, torch.Tensor]
 
 
@@ -192,7 +194,7 @@ def _model(weights: Weights) -> PMI:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights.parameters[name])
-        _built[weights.name] = model
+        _built[weights.name] = model.to(weights.device)
     return _built[weights.name]
 
 

@@ -187,7 +187,8 @@ def dropping(url: str, ready: Callable[[], bool]) -> Iterator[str]:
                 while not ready():
                     time.sleep(0.01)
                 for each in (client, server):
-                    each.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):  # the other end may have hung up by itself
+                        each.shutdown(socket.SHUT_RDWR)
 
     threading.Thread(target=serve, daemon=True).start()
     try:
