@@ -46,7 +46,7 @@ def test_every_commands_help_shows_a_worked_example(path: list[str], capsys: pyt
 RUNS_NO_MODEL = {
     "data prepare", "data inspect", "model show", "export", "plot", "keys create", "keys ls", "keys rm", "babilong make",
     "sessions ls", "sessions fork", "sessions rollback", "sessions export", "sessions import", "sessions rm", "sessions verify",
-    "sessions evict",
+    "sessions evict", "reason models", "reason report",
 }  # fmt: skip
 """Every other command, and every new one, must have --device."""
 

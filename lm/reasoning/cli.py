@@ -132,22 +132,27 @@ def look(
     samples: Annotated[int, typer.Option(help="Test samples to look at.", min=1, max=50)] = 4,
     data: Data = None,
     cache: Cache = None,
+    device: Device = "auto",
 ) -> None:
     """Draw what the inputs attend to in working and long-term memory, layer by layer."""
     from lm.config import validate
+    from lm.model.pretrained import resolve_device
     from lm.reasoning import pictures
     from lm.reasoning.build import load_data
     from lm.reasoning.config import ReasonConfig
     from lm.reasoning.tasks.dataset import cache_folder, write_json
     from lm.reasoning.training import REQUEST, STATE, load_model
 
-    if not (run / REQUEST).is_file() or not (run / STATE).is_file():
-        raise UserError(f"{run}: is not the folder of a run ({REQUEST} and {STATE}); give OUT/TASK/MODEL/run-N")
+    with collecting() as problems:
+        if not (run / REQUEST).is_file() or not (run / STATE).is_file():
+            problems.append(f"{run}: is not the folder of a run ({REQUEST} and {STATE}); give OUT/TASK/MODEL/run-N")
+        with noting(problems):
+            target = resolve_device(device)
     config = validate(ReasonConfig, json.loads((run / REQUEST).read_text())["config"], str(run))
     if config.encoder.memory is None:
         raise UserError(f"{run}: model {config.model} has no memory to look into; give a run of a pmi-tr model")
     dataset = load_data(config, data, cache or cache_folder())
-    model = load_model(run, dataset, config)
+    model = load_model(run, dataset, config).to(target)
     rows, folder = pictures.chosen(dataset, samples), out or run
     folder.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Any]] = []

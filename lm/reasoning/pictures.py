@@ -105,10 +105,10 @@ def attention(model: Reasoner, dataset: Dataset, rows: Sequence[int], level: str
 
     Returns the same as JSON values.
     """
-    pyplot = _pyplot()
+    pyplot, device = _pyplot(), next(model.parameters()).device
     found: list[dict[str, Any]] = []
     for row in rows:
-        inputs, _ = dataset.batch("test", np.array([row]), torch.device("cpu"))
+        inputs, _ = dataset.batch("test", np.array([row]), device)
         looks = [weights for look in model.look(inputs) if (weights := getattr(look, level)) is not None]
         if not looks:
             return []
