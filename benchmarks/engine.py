@@ -35,7 +35,6 @@ from lm.model.pretrained import Checkpoint, fingerprint
 from lm.model.proofs import draw_zeros
 from lm.model.snapshot import sizes
 from serving.engine import Engine, EngineConfig, Request
-from serving.engine.opening import identity
 from serving.sessions.opening import open_store
 from serving.sessions.store import LOCAL, SessionStore, Settings
 
@@ -184,7 +183,7 @@ def steps(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace)
 
 
 def settings(checkpoint: Checkpoint) -> Settings:
-    mine = identity(checkpoint)
+    mine = checkpoint.identity
     return Settings(mine.model, mine.tokenizer, checkpoint.model.config.segment)
 
 

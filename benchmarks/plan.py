@@ -39,7 +39,6 @@ from lm.model import PMI
 from lm.model.pretrained import Checkpoint, fingerprint, from_pretrained
 from lm.model.proofs import draw_zeros
 from serving.engine import Engine, EngineConfig, Request
-from serving.engine.opening import identity
 from serving.planning.figures import Figures, pieces
 from serving.planning.measure import BASES, lane_counts, measure
 from serving.planning.plan import capacity
@@ -114,7 +113,7 @@ def in_process(args: argparse.Namespace, figures: Figures, loads: list[tuple[flo
     t, runs = model.config.segment, []
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"sqlite:///{folder}/sessions.db")
-        own = identity(checkpoint)
+        own = checkpoint.identity
         with Engine(checkpoint, EngineConfig(lanes=args.lanes, queue=256, threads=args.threads), store) as engine:
             tails = []
             for base in range(BASES):

@@ -36,7 +36,6 @@ from lm.model import PMI
 from lm.model.pretrained import Checkpoint, fingerprint, save_pretrained
 from lm.model.proofs import draw_zeros
 from serving.engine import Engine, EngineConfig, Request
-from serving.engine.opening import identity
 from serving.sessions.opening import open_store
 from serving.sessions.store import LOCAL, Settings
 from tests.serving.api.cluster import Cluster, free_port
@@ -119,7 +118,7 @@ async def stream(url: str, id: str, tokens: int) -> float:
 
 async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: argparse.Namespace) -> None:
     store = open_store(f"sqlite:///{folder}/own.db")
-    mine = identity(checkpoint)
+    mine = checkpoint.identity
     settings = Settings(mine.model, mine.tokenizer, checkpoint.model.config.segment)
     ids = checkpoint.tokenizer.encode(PROMPT)
     number = 0
@@ -253,7 +252,7 @@ async def load(cluster: Cluster, checkpoint: Checkpoint, args: argparse.Namespac
     after = memory()
     console.print("comparing with the model alone")
     store = open_store(f"sqlite:///{cluster.folder}/own.db")
-    mine = identity(checkpoint)
+    mine = checkpoint.identity
     settings = Settings(mine.model, mine.tokenizer, checkpoint.model.config.segment)
     with Engine(checkpoint, EngineConfig(lanes=64), store) as engine:
 

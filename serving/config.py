@@ -45,6 +45,8 @@ class EngineSettings(Schema):
     """Threads of torch in each replica (null: torch's own choice)."""
     device: str = "auto"
     """Where a replica's model runs: auto, cpu or cuda, which needs `scaling.engine_gpus` (GPUs are untested so far)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the decoder computes in; the memory stays float32. A session goes on in the type it was begun in."""
     lease: float = Field(4.0, gt=0.1, le=60)
     """Seconds after which a crashed replica's sessions are free again."""
     snapshot_segments: int = Field(32, ge=1)

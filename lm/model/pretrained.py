@@ -18,6 +18,7 @@ from lm.config import ModelConfig, read_mapping, validate
 from lm.data.tokenizer import Tokenizer, load_tokenizer
 from lm.errors import UserError
 from lm.model.decoder import PMI
+from lm.model.snapshot import Identity
 from lm.model.state import raw_bytes
 
 FORMAT = 1
@@ -32,7 +33,12 @@ class Checkpoint:
     model: PMI
     tokenizer: Tokenizer
     fingerprint: str
-    """Hash of the configuration and all weights: what a session's state belongs to."""
+    """Hash of the configuration and all weights."""
+
+    @property
+    def identity(self) -> Identity:
+        """What snapshots made with this model and tokenizer belong to."""
+        return Identity(self.fingerprint, self.tokenizer.fingerprint())
 
 
 def fingerprint(model: PMI) -> str:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from lm.model.pretrained import Checkpoint
 from serving.api.errors import ApiError
 from serving.engine import Engine, Event, QueueFullError, Request, Usage
-from serving.engine.opening import identity
 from serving.sessions.store import Content, SessionStore
 
 CROWD = 8
@@ -108,7 +107,7 @@ class LocalEngine:
 
 def describe(name: str, checkpoint: Checkpoint, created: int) -> ModelInfo:
     """What the API must know of a checkpoint."""
-    mine, config = identity(checkpoint), checkpoint.model.config
+    mine, config = checkpoint.identity, checkpoint.model.config
     return ModelInfo(name, mine.model, mine.tokenizer, config.segment, config.vocab_size, created)
 
 

@@ -28,7 +28,7 @@ def make_engine(checkpoint: Checkpoint, config: ServeConfig, store: BaseStore) -
     """An engine as a configuration wants it."""
     own = config.engine
     # requests that come together wait a moment before they get the lanes that are free: see LocalEngine
-    settings = EngineConfig(own.lanes, own.lanes + own.queue, own.snapshot_segments, own.lease, own.threads)
+    settings = EngineConfig(own.lanes, own.lanes + own.queue, own.snapshot_segments, own.lease, own.threads, own.dtype)
     return Engine(checkpoint, settings, store)
 
 

@@ -143,7 +143,6 @@ def _sampling(values: dict[str, Any]) -> "Sampling":
 
 def _session(store: "SessionStore", name: str, checkpoint: "Checkpoint", given: dict[str, Any], keep_history: bool) -> "Session":
     """The session, made if it is not there."""
-    from serving.engine.opening import identity
     from serving.sessions.errors import NotFoundError
     from serving.sessions.store import LOCAL, Settings
 
@@ -153,7 +152,7 @@ def _session(store: "SessionStore", name: str, checkpoint: "Checkpoint", given: 
             raise UserError(f"--keep-history: session {name!r} has begun without; only a new session can keep all its ids")
         return found
     except NotFoundError:
-        mine = identity(checkpoint)
+        mine = checkpoint.identity
         defaults = {key: value for key, value in given.items() if key != "seed"}
         settings = Settings(
             mine.model, mine.tokenizer, checkpoint.model.config.segment, given.get("seed", 0), defaults,

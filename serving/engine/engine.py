@@ -29,7 +29,7 @@ from serving.engine.admission import FairQueue
 from serving.engine.config import Counters, EngineConfig
 from serving.engine.errors import EngineError, EngineStoppedError, StepError
 from serving.engine.journal import Entry, Journal
-from serving.engine.opening import identity, open_new, open_session
+from serving.engine.opening import open_new, open_session
 from serving.engine.request import Event, FinishReason, Logprobs, Request
 from serving.engine.sequence import Sequence
 from serving.engine.slab import Slab, likeliest, next_logits
@@ -69,7 +69,7 @@ class Engine:
         self._failed_in_a_row = 0
         with torch.inference_mode():
             self._slab = Slab(checkpoint.model, self.config.lanes, checkpoint.tokenizer.bos)
-        self.journal = None if store is None else Journal(store, identity(checkpoint), self._on_refused, self._die)
+        self.journal = None if store is None else Journal(store, checkpoint.identity, self._on_refused, self._die)
         self._helpers = ThreadPoolExecutor(2, "engine-open")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

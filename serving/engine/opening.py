@@ -5,16 +5,11 @@ import torch
 from lm.generation.sampling import RECENT, Batch, last_ids
 from lm.generation.text import TextStream
 from lm.model.pretrained import Checkpoint
-from lm.model.snapshot import Identity, SnapshotError, load_snapshot
+from lm.model.snapshot import SnapshotError, load_snapshot
 from serving.engine.request import CHOICE_STREAM, Usage
 from serving.engine.sequence import Sequence
-from serving.sessions.errors import ConflictError, DamagedError, InvalidError
+from serving.sessions.errors import ConflictError, InvalidError
 from serving.sessions.store import Session, SessionStore
-
-
-def identity(checkpoint: Checkpoint) -> Identity:
-    """What snapshots made with this checkpoint belong to."""
-    return Identity(checkpoint.fingerprint, checkpoint.tokenizer.fingerprint())
 
 
 @torch.inference_mode()
@@ -41,14 +36,15 @@ def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, second
             )
         data = store.snapshot(session)
         try:
-            mine = identity(checkpoint)
+            mine = checkpoint.identity
             if data is None:
                 sequence.state = checkpoint.model.initial_state(1)
             else:
                 sequence.state = load_snapshot(checkpoint.model, data, mine, verified=True)
         except SnapshotError as error:
-            raise DamagedError(
-                f"session {session.id!r}: {error}; it was made with another dtype, or `pmi sessions verify` finds more"
+            # the store has compared the hash: these are the bytes that were stored, by an engine of another kind
+            raise InvalidError(
+                f"session {session.id!r}: {error}; serve it with the `engine.dtype` that it was made with"
             ) from error
         sequence.position = session.boundary
         _prepare(checkpoint, sequence, session.recent, session.tail, session.position, session.stream)
@@ -59,7 +55,7 @@ def open_session(checkpoint: Checkpoint, store: SessionStore, owner: str, second
 
 
 def _check(checkpoint: Checkpoint, session: Session) -> None:
-    mine = identity(checkpoint)
+    mine = checkpoint.identity
     for name, theirs, ours in (
         ("model", session.settings.model, mine.model),
         ("tokenizer", session.settings.tokenizer, mine.tokenizer),

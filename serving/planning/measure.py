@@ -26,7 +26,7 @@ from lm.model.pretrained import Checkpoint, fingerprint
 from lm.model.proofs import draw_zeros
 from lm.model.state import tensors
 from serving.engine import Engine, EngineConfig, Request
-from serving.engine.opening import identity, open_session
+from serving.engine.opening import open_session
 from serving.engine.sequence import Sequence as Opened
 from serving.engine.stream import Stream
 from serving.planning.figures import Figures, on_a_line, pieces
@@ -172,7 +172,7 @@ class _Sessions:
         self.names: list[str] = []
 
     def create(self) -> str:
-        own = identity(self.checkpoint)
+        own = self.checkpoint.identity
         self.store.create(LOCAL, name := self._name(), Settings(own.model, own.tokenizer, self.checkpoint.model.config.segment))
         return name
 

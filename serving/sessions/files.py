@@ -16,7 +16,7 @@ from safetensors.numpy import load, save
 
 from lm.data.files import write_atomically
 from lm.model.pretrained import Checkpoint
-from lm.model.snapshot import Identity, SnapshotError, load_snapshot
+from lm.model.snapshot import SnapshotError, load_snapshot
 from serving.sessions.errors import InvalidError
 from serving.sessions.records import MAX_SAMPLING, check_content
 from serving.sessions.store import Content, Settings
@@ -88,7 +88,7 @@ def load_session(data: bytes, checkpoint: Checkpoint) -> Content:
     check_content(content)
     if snapshot is not None:
         try:
-            state = load_snapshot(checkpoint.model, snapshot, identity(checkpoint))
+            state = load_snapshot(checkpoint.model, snapshot, checkpoint.identity)
         except SnapshotError as error:
             raise InvalidError(str(error)) from error
         if int(state.position[0]) != boundary:
@@ -98,11 +98,6 @@ def load_session(data: bytes, checkpoint: Checkpoint) -> Content:
     if dump_session(content) != data:
         raise InvalidError("sound content, but not in the form that this version writes: it was tampered with")
     return content
-
-
-def identity(checkpoint: Checkpoint) -> Identity:
-    """What snapshots of a checkpoint's sessions carry."""
-    return Identity(checkpoint.fingerprint, checkpoint.tokenizer.fingerprint())
 
 
 def imported(content: Content, retain: int | None = None, ttl: float | None = None) -> Content:

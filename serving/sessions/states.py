@@ -10,7 +10,6 @@ from lm.model.pretrained import Checkpoint
 from lm.model.snapshot import SnapshotError, dump, load_snapshot
 from lm.model.state import State
 from serving.sessions.errors import DamagedError, InvalidError
-from serving.sessions.files import identity
 from serving.sessions.store import RECENT, Content, Session, SessionStore, Settings
 
 CHUNK_TOKENS = 8192
@@ -19,7 +18,7 @@ CHUNK_TOKENS = 8192
 
 def check_checkpoint(session: Session, checkpoint: Checkpoint) -> None:
     """InvalidError unless the session belongs to this checkpoint."""
-    mine = identity(checkpoint)
+    mine = checkpoint.identity
     if (session.settings.model, session.settings.tokenizer) != (mine.model, mine.tokenizer):
         raise InvalidError(
             f"session {session.id!r} belongs to model {session.settings.model} (tokenizer {session.settings.tokenizer}), the "
@@ -34,7 +33,7 @@ def boundary_state(store: SessionStore, session: Session, checkpoint: Checkpoint
     if data is None:
         return checkpoint.model.initial_state(1)
     try:
-        return load_snapshot(checkpoint.model, data, identity(checkpoint))
+        return load_snapshot(checkpoint.model, data, checkpoint.identity)
     except SnapshotError as error:
         raise DamagedError(f"session {session.id!r}: {error}") from error
 
@@ -53,7 +52,7 @@ def read_again(
     checkpoint: Checkpoint, ids: Sequence[int], settings: Settings, advance: Callable[[int], None] = lambda _: None
 ) -> Content:
     """The session that reading `ids` from the start makes under this checkpoint; `advance(n)` is told of every n ids read."""
-    model, segment, mine = checkpoint.model, checkpoint.model.config.segment, identity(checkpoint)
+    model, segment, mine = checkpoint.model, checkpoint.model.config.segment, checkpoint.identity
     chosen = replace(settings, model=mine.model, tokenizer=mine.tokenizer, segment=segment)
     boundary = (len(ids) - 1) // segment * segment if ids else 0
     state = model.initial_state(1)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from lm.config import load_run_config
 from serving.cli import app
 from serving.config import load_serve_config
+from serving.local_ray import BASE
 
 from .schemas import DEPLOY, ROOT, documents, pods, problems
 
@@ -97,6 +98,14 @@ def test_ray_is_never_started_without_a_token() -> None:
     compose = yaml.safe_load((DEPLOY / "serve/compose.yaml").read_text())
     assert compose["services"]["pmi"]["environment"]["RAY_AUTH_MODE"] == "token"
     assert "RAY_AUTH_MODE=token" in (DEPLOY / "serve/pmi.service").read_text()
+
+
+def test_pods_have_the_settings_that_every_cluster_should_have() -> None:
+    groups = of_kind("serve/rayservice.yaml", "RayService")["spec"]["rayClusterConfig"]
+    for group in (groups["headGroupSpec"], *groups["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        given = {one["name"]: one.get("value") for one in container["env"]}
+        assert {name: given.get(name) for name in BASE} == BASE
 
 
 def test_manifests_name_the_ray_version_that_the_image_has() -> None:

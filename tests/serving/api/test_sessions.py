@@ -114,6 +114,19 @@ def test_a_session_goes_to_its_own_model_and_can_be_moved_when_that_is_retired(
     assert found["choices"][0]["text"] == checkpoint().tokenizer.decode(greedy(checkpoint(), ids, 12)[0])
 
 
+def test_bfloat16_is_served_and_a_session_of_another_type_is_told_which(serve: Serve) -> None:
+    long = ASK | {"prompt": "The whale " * 10}
+    of = {kind: serve(engine={"lanes": 2, "dtype": kind}).http() for kind in ("float32", "bfloat16")}
+    for kind, http in of.items():
+        http.post("/v1/sessions", json={"id": kind})
+        for turn in (1, 2):
+            answer = http.post("/v1/completions", json=long | {"session_id": kind})
+            assert (answer.status_code, answer.json()["session"]["position"]) == (200, 1 + turn * 112)
+    refused = of["bfloat16"].post("/v1/completions", json=long | {"session_id": "float32"})
+    assert refused.status_code == 400
+    assert "engine.dtype" in refused.json()["error"]["message"]
+
+
 def test_metrics_of_one_process(running: Running) -> None:
     running.http().post("/v1/completions", json=ASK)
     text = running.http().get("/metrics").text

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from lm.generation.sampling import Sampling
 from lm.model.pretrained import save_pretrained
 from serving.engine import Engine, EngineConfig, EngineStoppedError, Request
-from serving.engine.opening import identity
 from serving.sessions.errors import BusyError, FullError, InvalidError, StaleError, UnavailableError
 from serving.sessions.local_redis import LocalRedis
 from serving.sessions.opening import open_store
@@ -32,7 +31,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def create(store: SessionStore, *names: str, seed: int = 0) -> None:
-    mine = identity(checkpoint(seed))
+    mine = checkpoint(seed).identity
     for name in names:
         store.create(LOCAL, name, Settings(mine.model, mine.tokenizer, SEGMENT, keep_history=True))
 

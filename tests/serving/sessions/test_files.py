@@ -19,7 +19,7 @@ from lm.model.decoder import PMI
 from lm.model.pretrained import Checkpoint, fingerprint
 from serving.sessions.base import BaseStore
 from serving.sessions.errors import InvalidError
-from serving.sessions.files import dump_session, identity, imported, load_session, read_session, write_session
+from serving.sessions.files import dump_session, imported, load_session, read_session, write_session
 from serving.sessions.states import read_again
 from serving.sessions.store import Content, Settings
 
@@ -46,7 +46,7 @@ TEXT = [MINE.tokenizer.bos, *MINE.tokenizer.encode("It was the best of times, it
 
 
 def content(ids: list[int] = TEXT, **more: Any) -> Content:
-    mine = identity(MINE)
+    mine = MINE.identity
     return read_again(MINE, ids, Settings(mine.model, mine.tokenizer, 8, seed=3, sampling={"temperature": 0.5}, **more))
 
 
