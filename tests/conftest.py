@@ -3,11 +3,18 @@
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from lm.cli import app, run
+
+Pmi = Callable[..., tuple[int, str, str]]
+"""`pmi` with arguments: exit code, standard output, standard error."""
+
+ROOT = Path(__file__).parent.parent
 
 torch.set_num_threads(1)
 _not_run: set[str] = set()
@@ -29,6 +36,33 @@ def pytest_terminal_summary(terminalreporter) -> None:
             terminalreporter.line(line)
 
 
+@pytest.fixture
+def pmi(capfd: pytest.CaptureFixture[str]) -> Pmi:
+    """Run `pmi` with these arguments in this process: exit code, standard output, standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run(app, [str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def moby_dick() -> str:
+    """The bundled text."""
+    return (ROOT / "lm/data/text/moby-dick.txt").read_text("utf-8")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets; the test is skipped where there is none."""
+    folder = Path(os.environ.get("PMI_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data sets in {folder} (PMI_TEST_DATA names another place)")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[int]:
     """One Ray cluster of two workers for the whole session (starting one takes ten seconds); its metrics port."""
@@ -39,8 +73,7 @@ def ray_cluster() -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    root = str(Path(__file__).parent.parent)
-    environment = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20, _metrics_export_port=port,
         runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="error",

@@ -11,11 +11,14 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import datasets
 
 from lm.data.files import write_atomically
 from lm.data.originals import ORIGINALS, Original, differences
@@ -107,6 +110,8 @@ def prepare(request: Request, force: bool = False, say: Callable[[str], None] = 
 
 def _prepared_anew(request: Request, say: Callable[[str], None]) -> Manifest:
     out, original = request.out, ORIGINALS[request.dataset]
+    if not sys.stderr.isatty():  # a log is better off with the lines of `say` alone
+        datasets.disable_progress_bars()
     with _working_in(out) as work:
         source = request.source
         if source is None:

@@ -4,7 +4,7 @@ import hashlib
 import io
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 
 from lm.data.prepared import Manifest, Prepared, Shard, Split, open_prepared
 
-Pmi = Callable[..., tuple[int, str, str]]
 """The fixture `pmi`: exit code, standard output, standard error of a command line."""
 REPOSITORY = Path(__file__).parents[2]
 BOS = 10**9

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_data import REPOSITORY, Pmi
+from made_data import REPOSITORY
 
 from lm.data.prepared import open_prepared
 from lm.errors import UserError
+from tests.conftest import Pmi
 
 
 def prepared(pmi: Pmi, books: Path, out: Path, tokenizer: str = "bytes") -> Path:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_data import Pmi, whole_text, write
+from made_data import whole_text, write
 
 from lm.data import originals, shards, sources
 from lm.data.originals import Original, Sum
 from lm.data.prepared import open_prepared
 from lm.errors import UserError
+from tests.conftest import Pmi
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "words", "pieces"])

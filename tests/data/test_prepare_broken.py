@@ -14,10 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from made_data import DRIVER, REPOSITORY, Pmi, start, whole_text, write
+from made_data import DRIVER, REPOSITORY, start, whole_text, write
 
 from lm.data.prepared import open_prepared
 from lm.errors import UserError
+from tests.conftest import Pmi
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

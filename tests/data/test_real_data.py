@@ -9,10 +9,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from made_data import Pmi
 
 from lm.data.lanes import Lanes
 from lm.data.prepared import open_prepared
+from tests.conftest import Pmi
 
 pytestmark = pytest.mark.full
 

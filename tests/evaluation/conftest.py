@@ -1,15 +1,12 @@
 """Shared by the evaluation tests: a small checkpoint whose memory matters, texts, the command line."""
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lm.commands import run
 from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
 from lm.model import PMI
@@ -17,7 +14,6 @@ from lm.model.pretrained import Checkpoint, from_pretrained, save_pretrained
 from lm.model.proofs import draw_zeros
 
 ROOT = Path(__file__).parents[2]
-Pmi = Callable[..., tuple[int, str, str]]
 SIZES = ["segment=8", "window=8", "width=32", "heads=2", "feedforward=64", "layers=2", "memory.heads=2"]
 
 
@@ -40,40 +36,12 @@ def checkpoint(checkpoint_folder: Path) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def moby_dick() -> str:
-    """The bundled text."""
-    return (ROOT / "lm/data/text/moby-dick.txt").read_text("utf-8")
-
-
-@pytest.fixture(scope="session")
 def books(tmp_path_factory: pytest.TempPathFactory, moby_dick: str) -> Path:
     """A folder of 7 texts, shorter and longer than a segment, one of a single byte."""
     folder, at = tmp_path_factory.mktemp("books"), 3000
     for number, length in enumerate((200, 1, 8, 9, 64, 350, 123)):
         (folder / f"book{number}.txt").write_text(moby_dick[at : at + length].encode("ascii", "replace").decode())
         at += length
-    return folder
-
-
-@pytest.fixture
-def pmi(capfd: pytest.CaptureFixture[str]) -> Pmi:
-    """Run `pmi` with these arguments in this process: exit code, standard output, standard error."""
-    from lm.cli import app
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = run(app, [str(argument) for argument in arguments])
-        return code, *capfd.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def real_data() -> Path:
-    """The folder of real data sets; the test is skipped where there is none."""
-    folder = Path(os.environ.get("PMI_TEST_DATA", ROOT.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(f"no real data sets in {folder} (PMI_TEST_DATA names another place)")
     return folder
 
 

@@ -28,7 +28,8 @@ from lm.evaluation.job import Job, Options
 from lm.evaluation.tally import Outcome
 from lm.model.pretrained import Checkpoint, save_pretrained
 from lm.model.state import State
-from tests.evaluation.conftest import ROOT, Pmi, make_model, result_of
+from tests.conftest import Pmi
+from tests.evaluation.conftest import ROOT, make_model, result_of
 
 
 def test_the_report_names_every_figure_with_its_protocol(pmi: Pmi, checkpoint_folder: Path, books: Path, tmp_path: Path) -> None:

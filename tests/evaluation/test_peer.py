@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lm.data.tokenizer import ByteTokenizer
 from lm.evaluation.peer import load_peer, windows
-from tests.evaluation.conftest import Pmi
+from tests.conftest import Pmi
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 from serving.sessions.opening import open_store
+from tests.serving.api.conftest import read_events
 from tests.serving.engine.conftest import checkpoint, greedy
 
 ROOT = Path(__file__).parents[3]
@@ -160,17 +161,6 @@ class Cluster:
 def psutil_gone() -> Iterator[None]:
     with contextlib.suppress(psutil.NoSuchProcess):
         yield
-
-
-def read_events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Id and data of each event."""
-    id = ""
-    for line in response.iter_lines():
-        if line.startswith("id: "):
-            id = line[4:]
-        elif line.startswith("data: ") and line != "data: [DONE]":
-            yield id, json.loads(line[6:])
-            id = ""
 
 
 def check_drain(cluster: Cluster, session: str, tokens: int = 1500) -> None:

@@ -1,5 +1,6 @@
 """The real application over a real engine: in this process behind uvicorn (quick), and on one Ray cluster for the whole run."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,17 @@ class Running:
 
     def client(self, **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **more})
+
+
+def read_events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Id and data of each event."""
+    id = ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            id = line[4:]
+        elif line.startswith("data: ") and line != "data: [DONE]":
+            yield id, json.loads(line[6:])
+            id = ""
 
 
 @contextmanager

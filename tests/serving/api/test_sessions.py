@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from serving.config import ServeConfig
-from tests.serving.api.conftest import GREEDY, Running, Serve
-from tests.serving.api.test_turns import events
+from tests.serving.api.conftest import GREEDY, Running, Serve, read_events
 from tests.serving.engine.conftest import checkpoint, greedy
 
 ASK = {"model": "tiny", "prompt": "The whale", "max_tokens": 12, **GREEDY}
@@ -33,7 +32,7 @@ def test_appended_text_is_read_with_progress_and_gives_the_same_answer(running: 
     for name in ("a", "b"):
         http.post("/v1/sessions", json={"id": name})
     with http.stream("POST", "/v1/sessions/a/append", json={"text": text, "stream": True}) as response:
-        got = [data for _, data in events(response)]
+        got = [data for _, data in read_events(response)]
     assert got[-1]["session"]["position"] == 1 + len(text)
     assert got[-1]["usage"]["prompt_tokens"] == 1 + len(text)
     done = http.post("/v1/sessions/b/append", json={"ids": list(text.encode())}, headers={"Idempotency-Key": "x"}).json()

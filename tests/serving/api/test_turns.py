@@ -1,7 +1,6 @@
 """Turns are applied once, whoever asks again; streams go on behind the last event that was received."""
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -13,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.api.conftest import GREEDY, Running, Serve
+from tests.serving.api.conftest import GREEDY, Running, Serve, read_events
 from tests.serving.engine.conftest import checkpoint, greedy
 from tests.serving.sessions.conftest import LocalRedis, redis_server  # noqa: F401
 
@@ -22,17 +21,6 @@ ASK = {"model": "tiny", "prompt": "The whale", "max_tokens": 60, **GREEDY}
 
 def expected(prompt: str = "The whale", tokens: int = 60) -> str:
     return checkpoint().tokenizer.decode(greedy(checkpoint(), list(prompt.encode()), tokens)[0])
-
-
-def events(response: httpx.Response) -> Iterator[tuple[str, dict]]:
-    """Id and data of each event."""
-    id = ""
-    for line in response.iter_lines():
-        if line.startswith("id: "):
-            id = line[4:]
-        elif line.startswith("data: ") and line != "data: [DONE]":
-            yield id, json.loads(line[6:])
-            id = ""
 
 
 def make(running: Running, id: str = "ada", **more: object) -> dict:
@@ -50,7 +38,7 @@ def test_a_dropped_stream_goes_on_where_it_stopped(running: Running, with_sessio
     whole = expected(tokens=200)
     text, last = "", ""
     with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
-        for id, data in events(response):
+        for id, data in read_events(response):
             text, last = text + data["choices"][0]["text"], id
             if int(id.rpartition(":")[2]) > 3:
                 break
@@ -58,7 +46,7 @@ def test_a_dropped_stream_goes_on_where_it_stopped(running: Running, with_sessio
         id = last.rpartition(":")[0]
         with running.http() as http, http.stream("GET", f"/v1/streams/{id}", headers={"Last-Event-ID": last}) as response:
             assert response.status_code == 200, response.read()
-            for n, (id, data) in enumerate(events(response)):
+            for n, (id, data) in enumerate(read_events(response)):
                 if data["choices"]:
                     text, last = text + data["choices"][0]["text"], id
                 if n == 12:
@@ -75,7 +63,7 @@ def test_a_disconnect_frees_the_lane_and_the_journal_holds_what_was_generated(ru
     with running.http() as http, http.stream(
         "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
     ) as response:  # fmt: skip
-        id, _ = next(events(response))
+        id, _ = next(read_events(response))
     left = time.monotonic()
     while engine.load != (0, 0) and time.monotonic() - left < 2:
         time.sleep(0.005)
@@ -94,7 +82,7 @@ def test_a_stream_that_outlasts_its_replica_is_told_how_to_go_on(serve: Serve) -
     body = ASK | {"stream": True, "max_tokens": 9000, "session_id": "ada"}
     text, last = "", ""
     with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
-        for id, data in events(response):
+        for id, data in read_events(response):
             if "error" in data:
                 break
             text, last = text + data["choices"][0]["text"], id
@@ -103,7 +91,7 @@ def test_a_stream_that_outlasts_its_replica_is_told_how_to_go_on(serve: Serve) -
     name, _, count = last.rpartition(":")
     assert data["error"]["resume"] == f"/v1/streams/{name}"
     with running.http() as http, http.stream("GET", f"/v1/streams/{name}", headers={"Last-Event-ID": last}) as response:
-        for id, data in events(response):  # it began since, so it is left in peace
+        for id, data in read_events(response):  # it began since, so it is left in peace
             text, last = text + data["choices"][0]["text"], id
             if int(last.rpartition(":")[2]) > int(count) + 300:
                 break
@@ -117,11 +105,11 @@ def test_a_new_turn_closes_an_interrupted_response(running: Running) -> None:
     with running.http() as http, http.stream(
         "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
     ) as response:  # fmt: skip
-        id = next(events(response))[0].rpartition(":")[0]
+        id = next(read_events(response))[0].rpartition(":")[0]
     time.sleep(0.3)
     running.client().completions.create(**ASK, extra_body={"session_id": "ada"})
     with running.http() as http, http.stream("GET", f"/v1/streams/{id}") as response:
-        got = list(events(response))
+        got = list(read_events(response))
     assert got[-1][1]["error"]["code"] == "response_closed"
 
 
@@ -242,7 +230,7 @@ def test_a_turn_that_was_refused_leaves_its_key_free(serve: Serve) -> None:
     make(running)
     long, keyed = ASK | {"stream": True, "max_tokens": 9000}, {"Idempotency-Key": "k"}
     with running.http() as http, http.stream("POST", "/v1/completions", json=long) as busy:
-        stream = events(busy)  # kept: a generator that is dropped closes the connection
+        stream = read_events(busy)  # kept: a generator that is dropped closes the connection
         next(stream)
         waiting = threading.Thread(target=running.http().post, args=("/v1/completions",), kwargs={"json": ASK})
         waiting.start()
@@ -265,7 +253,7 @@ def test_a_stale_writer_is_fenced(serve: Serve) -> None:
     with frozen.http() as http, http.stream(
         "POST", "/v1/completions", json=ASK | {"session_id": "ada", "stream": True, "max_tokens": 5000}
     ) as response:  # fmt: skip
-        stream = events(response)
+        stream = read_events(response)
         next(stream)
         engine.journal.abandon()
         with engine._changed:  # its loop waits here
@@ -287,12 +275,12 @@ def test_sessions_in_redis_do_the_same(serve: Serve, redis_server: LocalRedis) -
     body = ASK | {"session_id": "ada", "stream": True, "max_tokens": 200}
     text, last = "", ""
     with first.http() as http, http.stream("POST", "/v1/completions", json=body, headers={"Idempotency-Key": "k"}) as response:
-        for id, data in events(response):
+        for id, data in read_events(response):
             text, last = text + data["choices"][0]["text"], id
             break
     second = serve(store=f"{redis_server.url}?prefix=api")
     with second.http() as http, http.stream("GET", f"/v1/streams/{last.split(':')[0]}", headers={"Last-Event-ID": last}) as rest:
-        text += "".join(data["choices"][0]["text"] for _, data in events(rest) if data["choices"])
+        text += "".join(data["choices"][0]["text"] for _, data in read_events(rest) if data["choices"])
     assert text == expected(tokens=200)
     again = first.http().post("/v1/completions", json=body | {"stream": False}, headers={"Idempotency-Key": "k"}).json()
     assert again["choices"][0]["text"] == text
