@@ -43,6 +43,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without BOS. Cutting `text` after a newline and joining the ids gives the same ids."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that is to go on: a line that it has not ended stays open."""
+        return self.encode(text)
+
     @abstractmethod
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The bytes that `ids` stand for (BOS stands for none); may end inside a UTF-8 character."""

@@ -58,6 +58,10 @@ class WordTokenizer(Tokenizer):
             ids.append(eos)
         return ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        ids = self.encode(text)
+        return ids if not text or text.endswith("\n") else ids[:-1]
+
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         table = self._bytes
         return b"".join([table[i] for i in ids])

@@ -14,7 +14,7 @@ def stream(checkpoint: Checkpoint, prompt: str, tokens: int, sampling: Sampling 
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     settings = Batch.of([(sampling or Sampling()).checked()], model.device)
     text = TextStream(tokenizer)
-    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
+    ids = [tokenizer.bos, *tokenizer.encode_prompt(prompt)]
     recent = last_ids(ids, len(ids), model.device)[None]
     with torch.inference_mode():
         state = model.initial_state(1)

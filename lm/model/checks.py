@@ -19,6 +19,14 @@ class StateError(ValueError):
     """A state that does not belong to this call: another number of lanes, another model, another type, not finite."""
 
 
+class NotFiniteError(StateError):
+    """Results of some lanes are not finite. Lanes do not mix, so the others' results, which it carries, are good."""
+
+    def __init__(self, message: str, lanes: list[int], hidden: Tensor, state: State) -> None:
+        super().__init__(message)
+        self.lanes, self.hidden, self.state = lanes, hidden, state
+
+
 def check_call(model: "PMI", tokens: Tensor, state: State, lengths: Tensor | None, starts: Tensor | None, donate: bool) -> None:
     """Raise InputError or StateError for a call that cannot be answered."""
     if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
@@ -88,8 +96,10 @@ def check_state(model: "PMI", state: State) -> None:
             raise StateError(f"{name} is on {x.device}, the model on {model.device}; use state.to(model.device)")
     if int(state.position.min()) < 0:
         raise StateError(f"positions must be 0 or more; got {state.position.tolist()}")
-    if not model.training:
-        _check_memories(state, "before the call", "reset these lanes or restore a snapshot")
+    for name, x in () if model.training else named_tensors(state.memories, "memories"):
+        if not finite(x):
+            lanes = (~x.isfinite().flatten(1).all(1)).nonzero().squeeze(-1).tolist()
+            raise StateError(f"lanes {lanes}: {name} is not finite before the call; reset these lanes or restore a snapshot")
 
 
 def finite(x: Tensor) -> bool:
@@ -97,20 +107,17 @@ def finite(x: Tensor) -> bool:
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
-def _check_memories(state: State, when: str, advice: str) -> None:
-    for name, x in named_tensors(state.memories, "memories"):
-        if not finite(x):
-            lanes = (~x.isfinite().flatten(1).all(1)).nonzero().squeeze(-1).tolist()
-            raise StateError(f"lanes {lanes}: {name} is not finite {when}; {advice}")
-
-
 def check_finite(hidden: Tensor, state: State, donated: bool) -> None:
-    """Raise StateError if a result is not finite, naming the lanes and the parts of the state that are not."""
+    """Raise NotFiniteError if a result is not finite, naming the lanes and the parts of the state that are not."""
+    memories = [x for _, x in named_tensors(state.memories)]
+    if finite(hidden) and all(finite(x) for x in memories):
+        return
+    bad = torch.stack([~x.isfinite().flatten(1).all(1) for x in (hidden, *memories)]).any(0)
+    lanes = bad.nonzero().squeeze(-1)
+    parts = [name for name, x in named_tensors(state) if x.is_floating_point() and not bool(x[lanes].isfinite().all())]
+    found = ", ".join(parts[:6]) or "no part of the state, so the weights"
     kept = "its storage was donated" if donated else "the state given is as it was"
-    advice = f"{kept}; reset these lanes or restore a snapshot"
-    if not finite(hidden):
-        lanes = (~hidden.isfinite().all(-1).all(-1)).nonzero().squeeze(-1)
-        parts = [name for name, x in named_tensors(state) if x.is_floating_point() and not bool(x[lanes].isfinite().all())]
-        found = ", ".join(parts[:6]) or "no part of the state, so the weights"
-        raise StateError(f"lanes {lanes.tolist()}: results are not finite. Not finite: {found}; {advice}")
-    _check_memories(state, "after the call", advice)
+    raise NotFiniteError(
+        f"lanes {lanes.tolist()}: results are not finite. Not finite: {found}; {kept}; reset these lanes or restore a snapshot",
+        lanes.tolist(), hidden, state,
+    )  # fmt: skip

@@ -249,7 +249,7 @@ class Service:
     async def encode(self, served: Served, text: str) -> tuple[int, ...]:
         """The ids of a text."""
         if len(text) < LONG_TEXT:
-            return tuple(served.tokenizer.encode(text))
+            return tuple(served.tokenizer.encode_prompt(text))
         return tuple(await aside(served.tokenizer.encode, text))
 
     def _check_ids(self, served: Served, ids: tuple[int, ...], caller: Caller) -> None:

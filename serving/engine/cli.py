@@ -3,6 +3,7 @@
 import hashlib
 import sys
 import uuid
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +92,7 @@ def generate(
             with noting(problems):
                 opened = open_store(store, durability)
     loaded.model.to(target)
-    ids = loaded.tokenizer.encode(text + prompt)
+    ids = loaded.tokenizer.encode_prompt(text + prompt)
     request = Request(ids, tokens, sampling, stop=tuple(stop), session=session, tenant=LOCAL)
     try:
         if opened is not None and session is not None:
@@ -100,10 +101,11 @@ def generate(
         with Engine(loaded, EngineConfig(lanes=1, queue=1), opened) as engine, engine.submit(request) as stream:
             if file is not None:
                 _follow(stream, len(request.prompt))
-            sys.stdout.write(prompt)
+            shown = prompt  # not before the session is ours
             for event in stream:
-                sys.stdout.write(event.text)
+                sys.stdout.write(shown + event.text)
                 sys.stdout.flush()
+                shown = ""
             sys.stdout.write("\n")
         if opened is not None and session is not None:
             usage, now = stream.usage, opened.get(LOCAL, session)
@@ -167,7 +169,6 @@ def _with_session(
     """The request with the session's defaults, recorded so that a long text can be read on after an interruption."""
     from dataclasses import replace
 
-    from serving.sessions.errors import ConflictError
     from serving.sessions.store import LOCAL, Response
 
     known = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -175,19 +176,15 @@ def _with_session(
     request = replace(request, sampling=_sampling(defaults | {"seed": session.settings.seed} | given))
     if not resumable:
         return request
-    digest = hashlib.sha256(repr((session.id, list(request.prompt))).encode()).hexdigest()
-    fresh = Response(LOCAL, uuid.uuid4().hex, session.id, f"generate:{digest}", digest, {}, session.position)
-    try:
-        found, new = store.begin(fresh)
-    except ConflictError:
-        return request
-    if new:
-        return replace(request, response=found.id)
-    done = session.position - found.start - (found.start == 0)  # BOS stands before the first id of a session
-    if found.status in ("running", "interrupted") and not found.ids and 0 < done < len(request.prompt):
-        stderr.print(f"going on behind the {done:,} tokens that were read before", style="dim")
-        return replace(request, prompt=request.prompt[done:], response=found.id, turn=False)
-    return request
+    digest = hashlib.sha256(array("q", request.prompt).tobytes()).hexdigest()
+    for earlier in store.responses(LOCAL, session.id):
+        done = session.position - earlier.start - (earlier.start == 0)  # BOS stands before the first id of a session
+        begun = earlier.status in ("running", "interrupted") and not earlier.ids and 0 < done < len(request.prompt)
+        if begun and earlier.request == digest and earlier.start == session.turn:  # no other turn has come since
+            stderr.print(f"going on behind the {done:,} tokens that were read before", style="dim")
+            return replace(request, prompt=request.prompt[done:], response=earlier.id, turn=False)
+    fresh = Response(LOCAL, uuid.uuid4().hex, session.id, None, digest, {}, session.position)
+    return replace(request, response=store.begin(fresh)[0].id)
 
 
 def _follow(stream: "Stream", total: int) -> None:

@@ -157,6 +157,8 @@ class Engine:
                 while self._turn():
                     pass
         except BaseException as error:
+            with contextlib.suppress(Exception):
+                self._flush()  # what was produced or concluded before is still owed to its callers
             self._die(error)
 
     def _turn(self) -> bool:
@@ -237,7 +239,7 @@ class Engine:
     def _decode(self) -> None:
         """One token for every lane."""
         try:
-            logits = self._slab.step()
+            logits, error = self._slab.step()
         except Exception as error:
             self._fail_step(error)
             return
@@ -245,14 +247,19 @@ class Engine:
         self.counters.steps += 1
         count = len(self._decoding)
         ids, scores = self._slab.token[:count].tolist(), self._logprobs(logits, self._slab.token[:count], self._decoding)
-        finished = []
+        finished, lost = [], [] if error is None else [self._decoding[lane] for lane in error.lanes]
         for lane, sequence in enumerate(self._decoding):
+            if sequence in lost:
+                continue
             sequence.position += 1
             self._produced(sequence, ids[lane], scores.get(lane))
             if sequence.finish is not None:
                 finished.append(sequence)
         for sequence in finished:
             self._leave(sequence)
+        for sequence in lost:
+            self.counters.failures += 1
+            self._conclude(sequence, StepError(f"the state is not finite behind {sequence.position}; what was received is kept"))
 
     def _logprobs(self, logits: Tensor, chosen: Tensor, sequences: list[Sequence]) -> dict[int, Logprobs]:
         wanted = {i: s.request.logprobs for i, s in enumerate(sequences) if s.request.logprobs is not None}
@@ -448,5 +455,5 @@ class Engine:
             waiting, self._live = list(self._live), {}
             self._changed.notify()
         if self.journal is not None:
-            self.journal.abandon()
+            waiting += self.journal.abandon()
         deliver((stream, None, self._stopped()) for stream in waiting)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from lm.model.snapshot import Captured, Identity, SnapshotError, encode
 from serving.engine.request import Event
 from serving.engine.sequence import Sequence
-from serving.engine.stream import deliver
+from serving.engine.stream import Stream, deliver
 from serving.sessions.errors import StoreError, UnavailableError
 from serving.sessions.store import Change, Committed, Lease, Outcome, Progress, SessionStore, Snapshot, Status
 
@@ -87,9 +87,13 @@ class Journal:
         with self._lock:
             self._held[sequence] = time.monotonic()
 
-    def abandon(self) -> None:
-        """Prolong no leases any more: the loop is dead, and another engine shall have the sessions."""
+    def abandon(self) -> list[Stream]:
+        """Prolong no leases any more: another engine shall have the sessions. Returns the callers this thread cannot tell."""
         self._beating = False
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            return []  # only the loop is dead: what it left here will still be committed and handed out
+        with self._lock:
+            return [sequence.stream for sequence in self._held]
 
     def write(self, entries: list[Entry]) -> None:
         """Commit and deliver `entries` soon; waits only if the store is several steps behind."""

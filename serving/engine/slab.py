@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lm.generation.sampling import BLANK, RECENT, Batch, Sampling, logprobs, remember, sample
 from lm.model import PMI, State
+from lm.model.checks import NotFiniteError
 from lm.model.state import map_tensors, tensors
 from serving.engine.request import Logprobs
 
@@ -54,13 +55,20 @@ class Slab:
             mine[lane] = theirs[0]
         self.recent[lane], self.token[lane] = recent[0], token[0]
 
-    def step(self) -> Tensor:
-        """Read every active lane's last token and choose its next one; returns the logits [active, vocabulary]."""
+    def step(self) -> tuple[Tensor, NotFiniteError | None]:
+        """Read every active lane's last token and choose its next one; returns the logits [active, vocabulary].
+
+        Where lanes are lost (an imported state may be finite and yet overflow), the error names them; the others have gone on.
+        """
         n = self.active
         if n not in self._views:
             self._views[n] = map_tensors(lambda x: x[:n], self.state)
         view = self._views[n]
-        hidden, after = self.model(self.token[:n, None], view, donate=True)
+        lost = None
+        try:
+            hidden, after = self.model(self.token[:n, None], view, donate=True)
+        except NotFiniteError as error:
+            lost, after, hidden = error, error.state, error.hidden.nan_to_num(0)
         for mine, new in zip(tensors(view), tensors(after), strict=True):
             if mine.data_ptr() != new.data_ptr():  # what the model could not write in place
                 mine.copy_(new)
@@ -68,7 +76,7 @@ class Slab:
         chosen = sample(logits, Batch(*(x[:n] for x in self.settings)), self.recent[:n], view.position)
         remember(self.recent[:n], view.position, chosen)
         self.token[:n] = chosen
-        return logits
+        return logits, lost
 
 
 def next_logits(model: PMI, hidden: Tensor, bos: int) -> Tensor:

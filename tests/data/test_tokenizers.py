@@ -80,6 +80,14 @@ def test_words_are_numbered_by_frequency_with_one_eos_per_line_and_bos_last(word
     assert words.encode("cat") == words.encode(" cat \n")
 
 
+def test_a_prompt_leaves_its_last_line_open(words: WordTokenizer) -> None:
+    first, second = words.words[0], words.words[1]
+    line = words.encode(f"{first} {second}\n")
+    assert words.encode_prompt(f"{first} {second}\n") == words.encode(f"{first} {second}") == line
+    assert words.encode_prompt(f"{first} {second}") == line[:-1]
+    assert words.encode_prompt("") == []
+
+
 def test_ids_are_stored_in_the_smallest_type_that_holds_them(pieces: PieceTokenizer) -> None:
     assert ByteTokenizer().dtype == np.uint8
     assert pieces.dtype == np.uint16

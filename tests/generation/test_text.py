@@ -1,15 +1,19 @@
 """Ids to text: whole characters only, exact when joined, stop strings wherever the tokens end."""
 
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.tokenizer import ByteTokenizer
+from lm.data.pieces import PieceTokenizer
+from lm.data.tokenizer import ByteTokenizer, Tokenizer
+from lm.data.words import EOS, UNK, WordTokenizer
 from lm.generation.text import TextStream
 
 TOKENIZER = ByteTokenizer()
-any_ids = st.lists(st.integers(0, 256), max_size=60)
 real_text = st.text(st.sampled_from("ab\n é漢😀"), max_size=40)
 
 
@@ -18,11 +22,26 @@ def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(edges)]
 
 
-@given(any_ids, st.lists(st.integers(0, 100), max_size=8))
-def test_pieces_join_to_the_text_of_decoding_at_once_even_for_broken_bytes(ids: list[int], cuts: list[int]) -> None:
-    stream = TextStream(TOKENIZER)
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    """Of each kind one; the pieces fall back to single bytes for characters that they have not seen."""
+    if kind == "pieces":
+        text = (Path(__file__).parent.parent.parent / "lm/data/text/moby-dick.txt").read_text("utf-8")
+        return PieceTokenizer.train([text[:100_000]], vocab_size=700, model_type="unigram", threads=1)
+    return ByteTokenizer() if kind == "bytes" else WordTokenizer(["the", "whale", "é漢", "😀", EOS, UNK])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "words"])
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(0, 100), max_size=8))
+def test_pieces_join_to_the_text_of_decoding_at_once_even_for_broken_bytes(
+    kind: str, data: st.DataObject, cuts: list[int]
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
+    stream = TextStream(tokenizer)
     pieces = [stream.feed(part) for part in cut(ids, cuts)]
-    assert "".join([*pieces, stream.close()]) == TOKENIZER.decode(ids)
+    assert "".join([*pieces, stream.close()]) == tokenizer.decode(ids)
 
 
 @given(real_text)

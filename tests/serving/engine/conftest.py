@@ -1,7 +1,9 @@
 """Small real models behind an engine, and what they generate when called alone."""
 
+import time
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -49,3 +51,10 @@ def greedy(found: Checkpoint, prompt: list[int], tokens: int) -> tuple[list[int]
 def engine() -> Iterator[Engine]:
     with Engine(checkpoint(), EngineConfig(lanes=4, queue=64)) as running:
         yield running
+
+
+def wait_for(condition: Any, seconds: float = 10) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.002)

@@ -1,10 +1,13 @@
 """`pmi generate`: one text over many calls and processes, long files, mistakes."""
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
+from array import array
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from lm.commands import run
 from lm.model.pretrained import save_pretrained
 from serving.cli import app
 from serving.sessions.opening import open_store
-from serving.sessions.store import LOCAL
+from serving.sessions.store import LOCAL, Change, Response
 from tests.serving.engine.conftest import SEGMENT, checkpoint, greedy
 
 
@@ -105,6 +108,41 @@ def test_a_file_is_read_into_a_session_and_a_killed_reading_goes_on(folder: Path
     assert generate(folder, "--session", "b", "--file", str(book), "--tokens", "2", "--temperature", "0") == 0
     assert f"behind the {before - 1:,} tokens" in capfd.readouterr().err
     assert history(folder, "b")[0] == 1 + size + 2
+
+
+def test_a_reading_that_another_turn_has_followed_begins_anew_and_a_second_one_is_resumable_too(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ids = list(range(60, 100)) * 20
+    (folder / "book.txt").write_text("".join(map(chr, ids)))
+
+    def read_halfway() -> None:
+        """As a reading that was killed leaves it: some ids in a turn of its own, its response still running."""
+        store = open_store()
+        session = store.get(LOCAL, "b")
+        digest = hashlib.sha256(array("q", ids).tobytes()).hexdigest()
+        store.begin(Response(LOCAL, uuid.uuid4().hex, "b", None, digest, {}, session.position))
+        lease = store.lease(LOCAL, "b", "killed", 1)
+        first = [256] if session.position == 0 else []
+        store.commit([Change(lease, session.position, [*first, *ids[:5]], turn=True)])
+        store.release([lease])
+        store.close()
+
+    file = ["--session", "b", "--keep-history", "--file", str(folder / "book.txt"), "--tokens", "0"]
+    assert generate(folder, "--session", "b", "--keep-history", "--tokens", "1", "--prompt", "x", "--temperature", "0") == 0
+    start = history(folder, "b")[0]
+    for round_ in (1, 2):
+        read_halfway()
+        assert generate(folder, *file) == 0
+        assert "behind the 5 tokens" in capfd.readouterr().err
+        assert history(folder, "b")[0] == start + round_ * len(ids)
+    read_halfway()
+    assert generate(folder, "--session", "b", "--prompt", "yz", "--tokens", "1", "--temperature", "0") == 0
+    assert generate(folder, *file) == 0
+    assert "tokens that were read before" not in capfd.readouterr().err
+    store = open_store()
+    assert list(store.history(LOCAL, "b"))[-len(ids) :] == ids
+    store.close()
 
 
 def test_every_mistake_is_named_at_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
