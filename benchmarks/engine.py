@@ -41,6 +41,7 @@ from serving.sessions.store import LOCAL, SessionStore, Settings
 LANES = 32
 GREEDY = Sampling(temperature=0)
 HISTORIES = [1_000, 8_192, 65_536]
+RESUMED = [1_000, 8_192, 10_000, 1_000_000]
 console = Console()
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="begin no round of a part after so long (two are made)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--part", choices=["steps", "resume", "bytes"], action="append")
-    parser.add_argument("--longest", type=int, default=HISTORIES[-1], help="longest history of `resume`")
+    parser.add_argument("--longest", type=int, default=RESUMED[-1], help="longest history of `resume`")
     args = parser.parse_args()
     machine.keep_pages()
     torch.set_num_threads(args.threads)
@@ -192,9 +193,8 @@ def settings(checkpoint: Checkpoint) -> Settings:
 
 def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace) -> None:
     model, segment = checkpoint.model, checkpoint.model.config.segment
-    lengths = [length for length in HISTORIES if length <= args.longest]
-    cases = {f"{length:,}": length // segment * segment + segment // 2 for length in lengths}
-    cases[f"{lengths[len(lengths) // 2]:,}, full tail"] = lengths[len(lengths) // 2] // segment * segment
+    cases = {f"{n:,}": n // segment * segment + segment // 2 for n in RESUMED if n <= args.longest}
+    cases["8,192, full tail"] = 8_192 // segment * segment
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     work: dict[str, list[float]] = {name: [] for name in cases}
     peer = gpt2(model.config, positions=8_192 + 1).eval()
@@ -214,7 +214,7 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
                 if turn >= 0:
                     seconds[name].append(taken)
                     work[name].append(worked)
-            if turn % 5 == 0:
+            if turn >= 0:
                 began, working = time.perf_counter(), time.process_time()
                 peer(torch.randint(0, 256, (1, 8_192)), use_cache=True, logits_to_keep=1)
                 again.append(time.perf_counter() - began)
@@ -236,8 +236,12 @@ def resume(checkpoint: Checkpoint, store: SessionStore, args: argparse.Namespace
         quartiles = f"{taken_.median:.1f} ({taken_.low:.1f}-{taken_.high:.1f})"
         table.add_row(name, quartiles, str(flat), f"{over:.0f}", f"{work_over:.0f}", f"{bytes_:,}")
     console.print(table)
+    longest = f"{max(n for n in RESUMED if n <= args.longest):,}"
+    flat = ratio(seconds["10,000"], seconds[longest])
+    console.print(f"{longest} over 10,000: {flat} in time, {rows[-2]['stored_bytes'] / rows[-3]['stored_bytes']:.4f} in bytes")
     save(f"engine_resume_{args.preset}", {
         "preset": args.preset, "threads": args.threads, "rounds": rounds, "gpt2_seconds": again, "rows": rows,
+        "longest_over_10000": flat,
     })  # fmt: skip
 
 

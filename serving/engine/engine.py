@@ -247,8 +247,8 @@ class Engine:
         self.counters.steps += 1
         count = len(self._decoding)
         ids, scores = self._slab.token[:count].tolist(), self._logprobs(logits, self._slab.token[:count], self._decoding)
-        finished = []
-        lost = [self._decoding[lane] for lane in (() if error is None else error.lanes)]
+        finished: list[Sequence] = []
+        lost = [] if error is None else [self._decoding[lane] for lane in error.lanes]
         for lane, sequence in enumerate(self._decoding):
             if sequence in lost:
                 continue
