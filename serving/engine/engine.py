@@ -239,7 +239,7 @@ class Engine:
     def _decode(self) -> None:
         """One token for every lane."""
         try:
-            logits, error = self._slab.step()
+            logits, overflow = self._slab.step()
         except Exception as error:
             self._fail_step(error)
             return
@@ -247,8 +247,8 @@ class Engine:
         self.counters.steps += 1
         count = len(self._decoding)
         ids, scores = self._slab.token[:count].tolist(), self._logprobs(logits, self._slab.token[:count], self._decoding)
-        finished: list[Sequence] = []
-        lost = [] if error is None else [self._decoding[lane] for lane in error.lanes]
+        finished = []
+        lost = [] if overflow is None else [self._decoding[lane] for lane in overflow.lanes]
         for lane, sequence in enumerate(self._decoding):
             if sequence in lost:
                 continue
