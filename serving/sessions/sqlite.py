@@ -203,9 +203,9 @@ class SQLiteStore(BaseStore):
             except _RefusedError:
                 verdicts, used, freed = self._write_all(writes, brought, names, careful=True)
         except BaseException:
-            self._files.remove(names.values())
+            self._files.discard(names.values())
             raise
-        self._files.remove(name for name in names.values() if name not in used)
+        self._files.discard(name for name in names.values() if name not in used)
         if any(isinstance(write, Write) and write.record is None for write in writes):
             self._files.remove(freed)
             self._files.drop_spares()  # nothing of what is deleted stays in a file

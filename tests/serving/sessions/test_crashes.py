@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from serving.sessions.base import BaseStore
-from serving.sessions.errors import BusyError, ConflictError, FullError, StoreError
+from serving.sessions.errors import BusyError, ConflictError, FullError, StoreError, UnavailableError
 from serving.sessions.local_redis import LocalRedis
 from serving.sessions.redis import RedisStore
 from serving.sessions.sqlite import SQLiteStore
@@ -391,3 +391,51 @@ def test_a_full_redis_is_reported_and_nothing_is_changed(tmp_path: Path) -> None
     finally:
         store.close()
         server.kill()
+
+
+# --- refused by the server, or by the disk ---------------------------------------------------------------------------
+
+
+@pytest.mark.needs("redis-server")
+def test_a_redis_that_refuses_a_command_is_unavailable_and_says_why(tmp_path: Path) -> None:
+    server = LocalRedis(tmp_path / "redis")
+    store = RedisStore(server.url)
+    try:
+        create_lanes(store)
+        store._redis.config_set("min-replicas-to-write", 1)
+        with pytest.raises(UnavailableError, match="NOREPLICAS"):
+            store.fork("t", LANES[0], "copy")
+        store._redis.config_set("min-replicas-to-write", 0)
+        store.fork("t", LANES[0], "copy")
+        key = store._key("s", "t", "copy")
+        store._redis.delete(key)
+        store._redis.set(key, "of another kind")
+        with pytest.raises(UnavailableError, match="WRONGTYPE"):
+            store.get("t", "copy")
+    finally:
+        store.close()
+        server.kill()
+
+
+@pytest.mark.parametrize("make", [BACKENDS[0], BACKENDS[2]], indirect=True)  # the stores that keep files
+def test_a_folder_of_snapshots_that_cannot_be_used_is_unavailable_and_says_why(make: Make, tmp_path: Path) -> None:
+    store = make()
+    store.create("t", "s", SETTINGS)
+    lease = store.lease("t", "s", "w", 60)
+    change = Change(lease, 0, range(5), Snapshot(4, bytes(2 << 20)))
+    (folder,) = [tmp_path / name for name in ("sessions.db-blobs", "blobs") if (tmp_path / name).is_dir()]
+    folder.rmdir()
+    for spoil in (lambda: None, folder.touch):  # gone, as a volume that is not mounted; then no folder
+        spoil()
+        with pytest.raises(UnavailableError, match=folder.name):
+            store.commit([change])
+    folder.unlink()
+    folder.mkdir()
+    assert store.commit([change]) == [Committed(2, 5)]
+    (file,) = folder.iterdir()
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UnavailableError, match=folder.name):
+        store.snapshot(store.get("t", "s"))
+    assert any(folder.name in damage.what for damage in store.verify())
+    store.close()

@@ -25,6 +25,9 @@ def test_a_redis_that_could_lose_answers_is_refused_unless_that_is_accepted(tmp_
             RedisStore(server.url, durability="relaxed").close()
             store._redis.config_set(name, before)
         RedisStore(server.url).close()
+        store._redis.execute_command("ACL", "SETUSER", "default", "-config")
+        with pytest.raises(InvalidError, match=r"settings cannot be read.*--durability relaxed"):
+            RedisStore(server.url)
         server.kill()
         store.patience = 0.2
         with pytest.raises(UnavailableError, match="does not answer"):
