@@ -95,6 +95,8 @@ def show(
     long-term memory.
     """
     with collecting() as problems:
+        if plot is not None and plot.suffix.lower() != ".png":
+            problems.append(f"--plot {plot}: pictures are PNG; give a name that ends in .png")
         if plot is not None and checkpoint is None:
             problems.append(f"--plot {plot}: needs --checkpoint, the folder of the session's model")
         if device != "auto" and checkpoint is None:
