@@ -1,6 +1,8 @@
 """`pmi sessions ...`: look at sessions, fork them, take them back, carry them elsewhere. Heavy imports stay inside commands."""
 
 import json
+import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +77,8 @@ def ls(
     for name in page.damaged:
         stderr.print(f"damaged: {name}; see `pmi sessions verify`", markup=False)
     if page.next is not None:
-        stdout.print(f"more: pmi sessions ls --after {page.next}", markup=False)
+        line = more_line(page.next, store, tenant, every, limit, durability)
+        stdout.print(f"more: {line}", markup=False, soft_wrap=True)
 
 
 @app.command("show", epilog="Example: pmi sessions show ada --checkpoint runs/demo/model --plot memory.png")
@@ -297,6 +300,19 @@ def migrate(
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def more_line(after: str, store: str | None, tenant: str, every: bool, limit: int, durability: str) -> str:
+    """The command that lists what follows `after`; a password in the store's URL is left out."""
+    words = ["pmi", "sessions", "ls"]
+    if store is not None:
+        words += ["--store", re.sub(r"(://[^/@]*:)[^/@]+@", r"\1***@", store)]
+    if every:
+        words.append("--all")
+    for flag, value, default in (("--tenant", tenant, "local"), ("--limit", limit, 100), ("--durability", durability, "full")):
+        if value != default:
+            words += [flag, str(value)]
+    return shlex.join([*words, "--after", after])
 
 
 @contextmanager
