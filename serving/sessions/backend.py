@@ -9,11 +9,16 @@ from serving.sessions import records
 from serving.sessions.errors import DamagedError
 from serving.sessions.records import HistoryWrite, Record
 from serving.sessions.responses import ResponseRow, ResponseWrite
-from serving.sessions.store import Lease, Limits, Response, Usage
+from serving.sessions.store import LATEST_END, Lease, Limits, Response, Usage
 
 Key = tuple[str, str]
 Verdict = Literal["made", "lost", "response"]
 """Of a guarded write: made; the session was changed meanwhile; the response has not the expected number of ids."""
+
+
+def held(until: float, now: float) -> bool:
+    """Whether a lease that says it lasts until then does."""
+    return now < until <= now + LATEST_END
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from serving.sessions import records
-from serving.sessions.backend import Key, Row, Verdict, Write
+from serving.sessions.backend import Key, Row, Verdict, Write, held
 from serving.sessions.checks import check_name
 from serving.sessions.errors import (
     BusyError,
@@ -27,6 +27,7 @@ from serving.sessions.records import HistoryWrite, Record
 from serving.sessions.responses import ResponseWrite, advance_response, encode_response, more
 from serving.sessions.store import (
     LEASE_SECONDS,
+    LONGEST_LEASE,
     Change,
     Committed,
     Content,
@@ -54,8 +55,8 @@ class BaseStore(Reader):
 
     def lease(self, tenant: str, id: str, owner: str, seconds: float = LEASE_SECONDS) -> Lease:
         """See SessionStore."""
-        if not 0 < seconds <= 3600:
-            raise InvalidError(f"a lease of {seconds} s: must be in (0, 3600]")
+        if not 0 < seconds <= LONGEST_LEASE:
+            raise InvalidError(f"a lease of {seconds} s: must be in (0, {LONGEST_LEASE:.0f}]")
         check_name("owner", owner)
         self._need(tenant, id)  # refuses what has expired or is damaged
         fence, holder, left = self.take(tenant, id, owner, seconds)
@@ -214,7 +215,7 @@ class BaseStore(Reader):
     ) -> Session:
         for _ in range(ATTEMPTS):
             row = self._need(tenant, id)
-            if lease is None and row.until > self.clock():
+            if lease is None and held(row.until, self.clock()):
                 raise _busy(id, row.owner, row.until - self.clock())
             if lease is not None and row.fence != lease.fence:
                 raise _stale(lease)

@@ -24,7 +24,7 @@ from redis.exceptions import (
     TimeoutError,
 )  # fmt: skip
 
-from serving.sessions.backend import Key, Raw, Verdict, Write
+from serving.sessions.backend import Key, Raw, Verdict, Write, held
 from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import FullError, InvalidError, UnavailableError
@@ -161,7 +161,7 @@ class RedisStore(BaseStore):
         names = [*idle, *(set(own) - set(idle))] if not everything else idle
         for name in names:
             raw = self.load([_member(name)])[0]
-            if raw is not None and raw.until <= now:
+            if raw is not None and not held(raw.until, now):
                 yield raw
 
     def write(self, writes: Sequence[Write | ResponseWrite]) -> Sequence[Verdict]:

@@ -12,6 +12,8 @@ if not now then
 end
 local freed = {} -- blobs that nobody refers to any more: the caller removes their files
 
+local LATEST_END = 3660 -- seconds from now (store.py): a lease that ends later was made under a wrong clock, and has lapsed
+local function held(till) return tonumber(till) > now and tonumber(till) <= now + LATEST_END end
 local function later(seconds) return string.format('%.6f', now + tonumber(seconds)) end
 local function member(tenant, id) return tenant .. '\0' .. id end
 local function session_key(tenant, id) return P .. 's:' .. member(tenant, id) end
@@ -179,10 +181,9 @@ function operations.take() -- {fence, holder, seconds left}; `mark` makes asking
   local key, owner, seconds, mark = session_key(take(), take()), take(), take(), take()
   local found = redis.call('HMGET', key, 'fence', 'owner', 'until', 'mark')
   if not found[1] then return {0, '', '0'} end
-  local left = tonumber(found[3]) - now
-  if left > 0 then
+  if held(found[3]) then
     if found[4] == mark then return {tonumber(found[1]), owner, seconds} end
-    return {0, found[2], string.format('%.6f', left)}
+    return {0, found[2], string.format('%.6f', tonumber(found[3]) - now)}
   end
   local new = fence()
   redis.call('HSET', key, 'fence', new, 'owner', owner, 'until', later(seconds), 'mark', mark)
@@ -239,7 +240,7 @@ function operations.evict_response() -- bytes freed, or -1 if it must stay
   local expired, running = tonumber(found[1]) <= now, found[2] == '1'
   if running and found[3] ~= '' then
     local leased = redis.call('HGET', session_key(tenant, found[3]), 'until')
-    if leased and tonumber(leased) > now then return -1 end
+    if leased and held(leased) then return -1 end
   end
   if not expired and (running or not over) then return -1 end
   return drop_response(tenant, id)

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from serving.sessions.backend import Key, Raw, Verdict, Write
+from serving.sessions.backend import Key, Raw, Verdict, Write, held
 from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import DamagedError, FullError, InvalidError, StoreError, UnavailableError
 from serving.sessions.records import SEAL, HistoryWrite
 from serving.sessions.responses import ResponseRow, ResponseWrite
-from serving.sessions.store import Lease, Limits, Response, Usage
+from serving.sessions.store import LATEST_END, Lease, Limits, Response, Usage
 
 FORMAT = 1
 INLINE = 1 << 20
@@ -52,7 +52,8 @@ APPEND = (
 """What nearly all writes are: some ids behind the tail. Leaves alone what has an index."""
 RAW = "tenant, id, version, fence, owner, until, head, (SELECT data FROM bounds WHERE bounds.key = sessions.key)"
 
-
+HELD = f"until > ?1 AND until <= ?1 + {LATEST_END}"
+"""`held`, at the time ?1."""
 LAST = f"SELECT start + (length(ids) - {SEAL}) / 4 FROM pieces WHERE pieces.key = r.key ORDER BY start DESC LIMIT 1"
 COUNT = f"coalesce(({LAST}), r.count)"
 """The ids of a response r: those up to its last piece, or those in its head."""
@@ -185,8 +186,9 @@ class SQLiteStore(BaseStore):
     def candidates(self, now: float, ttl: float | None, everything: bool) -> Iterator[Raw]:
         """See Backend."""
         keys = self._query(
-            "SELECT key FROM sessions WHERE until <= ? AND (? OR coalesce(expires, updated + ?) <= ?) ORDER BY updated, key",
-            now, everything, ttl, now,
+            f"SELECT key FROM sessions WHERE NOT ({HELD}) AND (?2 OR coalesce(expires, updated + ?3) <= ?1) "
+            "ORDER BY updated, key",
+            now, everything, ttl,
         )  # fmt: skip
         for (key,) in keys:
             for row in self._query(f"SELECT {RAW} FROM sessions WHERE key = ?", key):
@@ -336,7 +338,7 @@ class SQLiteStore(BaseStore):
             now = self.clock()
             if row is None:
                 return None, None, 0.0
-            if row[2] > now:
+            if held(row[2], now):
                 return None, row[1], row[2] - now
             fence = self._fence(db)
             db.execute("UPDATE sessions SET fence = ?, owner = ?, until = ? WHERE key = ?", (fence, owner, now + seconds, row[0]))
@@ -445,7 +447,7 @@ class SQLiteStore(BaseStore):
         """See Backend."""
         with self._transaction() as db:
             total = db.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()[0]
-            leased = "EXISTS (SELECT 1 FROM sessions s WHERE (s.tenant, s.id) = (r.tenant, r.session) AND s.until > ?)"
+            leased = f"EXISTS (SELECT 1 FROM sessions s WHERE (s.tenant, s.id) = (r.tenant, r.session) AND {HELD})"
             rows = db.execute(
                 f"SELECT key, bytes, expires, running FROM responses r WHERE NOT (running AND {leased}) ORDER BY expires", (now,)
             )

@@ -20,6 +20,10 @@ RECENT = 256
 """Ids before the boundary that are kept for penalties, stop strings and detokenising."""
 LEASE_SECONDS = 4.0
 """How long a lease lasts without a sign of life: a crashed writer's sessions are free again within 5 s."""
+LONGEST_LEASE = 3600.0
+LATEST_END = LONGEST_LEASE + 60.0
+"""Seconds from now, with a minute for clocks that differ. A lease that ends later was made under a wrong clock, or is damaged:
+it has lapsed. (script.lua has this number too.)"""
 LOCAL = "local"
 """The tenant of the command line, and of a service without keys."""
 

@@ -5,17 +5,18 @@ import random
 import sqlite3
 import time
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from serving.sessions.base import BaseStore
-from serving.sessions.errors import DamagedError, NotFoundError, StoreError
+from serving.sessions.errors import BusyError, DamagedError, NotFoundError, StaleError, StoreError
 from serving.sessions.local_redis import LocalRedis
 from serving.sessions.redis import RedisStore
 from serving.sessions.sqlite import SQLiteStore
-from serving.sessions.store import Change, Committed, Content, Progress, Response, Snapshot
-from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Make
+from serving.sessions.store import LATEST_END, LONGEST_LEASE, Change, Committed, Content, Progress, Response, Snapshot
+from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Clock, Make
 
 
 def one_of_everything(store: BaseStore) -> dict[str, Content]:
@@ -166,6 +167,32 @@ def test_files_that_a_crashed_writer_left_are_collected_when_they_are_old(make: 
             os.utime(file, (time.time() - 7200,) * 2)
     assert store.evict().orphans == 2
     assert list(store.verify()) == []
+    store.close()
+
+
+def test_a_lease_that_ends_further_off_than_any_may_has_lapsed(make: Make, clock: Clock) -> None:
+    store = make(clock=clock)
+    ids = ("back", "deleted", "expired", "idle", "taken")
+    for id in ids:
+        store.create("t", id, replace(SETTINGS, ttl=60.0 if id == "expired" else None))
+    leases = [store.lease("t", id, "w", LONGEST_LEASE) for id in ids]
+    store.begin(Response("t", "r", "idle", None, "hash", {}, 0))
+    clock.now += LONGEST_LEASE - 1
+    with pytest.raises(BusyError):
+        store.lease("t", "taken", "other")
+    assert f"LATEST_END = {LATEST_END:.0f} " in resources.files("serving.sessions").joinpath("script.lua").read_text()
+    assert len(store.list("t").sessions) == 5
+    clock.now += 10 * 86_400  # the machine's clock goes wrong, and is set right
+    assert store.heartbeat(leases) == leases
+    clock.now -= 10 * 86_400
+    assert [(x.id, x.owner) for x in store.list("t").sessions] == [(id, None) for id in ids if id != "expired"]
+    assert store.lease("t", "taken", "other").fence > leases[-1].fence
+    assert isinstance(store.commit([Change(leases[-1], 0, [1])])[0], StaleError)
+    store.rollback("t", "back", 0)
+    store.delete("t", "deleted")
+    clock.now += 86_400  # the response has expired too
+    evicted = store.evict()
+    assert (evicted.sessions, evicted.responses) == (1, 1)
     store.close()
 
 
