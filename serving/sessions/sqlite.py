@@ -123,11 +123,14 @@ class SQLiteStore(BaseStore):
         return UnavailableError(f"{self.path}: {text}")
 
     @contextmanager
-    def _unsynced(self) -> Iterator[sqlite3.Connection]:
-        """A write transaction for leases: every process sees it, but a power cut may undo it, and ends who held them too."""
+    def _synced(self, how: str) -> Iterator[sqlite3.Connection]:
+        """A write transaction with its own sync. FULL: it and all before it are on disk at the block's end.
+
+        NORMAL, for leases: every process sees it, but a power cut may undo it, and ends who held them too.
+        """
         db = self._db()
         with self._errors():
-            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA synchronous = {how}")
         try:
             with self._transaction():
                 yield db
@@ -208,12 +211,22 @@ class SQLiteStore(BaseStore):
             self._files.discard(names.values())
             raise
         self._files.discard(name for name in names.values() if name not in used)
-        if any(isinstance(write, Write) and write.record is None for write in writes):
-            self._files.remove(freed)
+        self._give_up(freed, any(isinstance(write, Write) and write.record is None for write in writes))
+        return verdicts
+
+    def _give_up(self, files: list[str], deleted: bool) -> None:
+        """Files that no row names any more: to be written anew, or removed where what they hold was deleted."""
+        if files and self.synchronous != "FULL":
+            try:
+                with self._synced("FULL") as db:  # else a power cut might bring back rows that need them
+                    self._fence(db)
+            except StoreError:
+                return  # the commit stands; `collect` finds them
+        if deleted:
+            self._files.remove(files)
             self._files.drop_spares()  # nothing of what is deleted stays in a file
         else:
-            self._files.retire(freed)
-        return verdicts
+            self._files.retire(files)
 
     def _write_all(
         self, writes: Sequence[Write | ResponseWrite], brought: dict[str, bytes], names: dict[str, str], careful: bool
@@ -333,7 +346,7 @@ class SQLiteStore(BaseStore):
 
     def take(self, tenant: str, id: str, owner: str, seconds: float) -> tuple[int | None, str | None, float]:
         """See Backend."""
-        with self._unsynced() as db:
+        with self._synced("NORMAL") as db:
             row = db.execute("SELECT key, owner, until FROM sessions WHERE tenant = ? AND id = ?", (tenant, id)).fetchone()
             now = self.clock()
             if row is None:
@@ -347,7 +360,7 @@ class SQLiteStore(BaseStore):
     def prolong(self, leases: Sequence[Lease]) -> Sequence[bool]:
         """See Backend."""
         alive = []
-        with self._unsynced() as db:
+        with self._synced("NORMAL") as db:
             now = self.clock()
             for lease in leases:
                 fence = lease.fence if lease.seconds else self._fence(db)  # given back: worth nothing from now on

@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -327,6 +327,48 @@ def test_of_two_who_put_a_snapshot_on_one_version_one_wins_and_the_other_is_told
     assert stores[0].get("t", "s").tail == (won[-1][1],)
     for store in stores:
         store.close()
+
+
+def test_relaxed_gives_up_no_file_before_the_commit_that_freed_it_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SQLiteStore(tmp_path / "s.db", durability="relaxed")
+    store.create("t", "s", replace(SETTINGS, retain=0))
+    lease = store.lease("t", "s", "w", 60)
+    last = ["", ""]  # how the last commit was synced, and how the next one will be
+    given_up: list[str] = []
+
+    def trace(statement: str) -> None:
+        if statement == "COMMIT":
+            last[0] = last[1]
+        elif statement.startswith("PRAGMA synchronous = "):
+            last[1] = statement.removeprefix("PRAGMA synchronous = ")
+
+    def watch(name: str) -> None:
+        real = getattr(store._files, name)
+
+        def noting(names: Iterable[str]) -> None:
+            names = list(names)
+            given_up.extend(last[0] for _ in names)
+            real(names)
+
+        monkeypatch.setattr(store._files, name, noting)
+
+    watch("retire")
+    watch("remove")
+    store._db().set_trace_callback(trace)
+    store.heartbeat([lease])
+    for at in range(0, 20, 4):
+        snapshot = Snapshot(at, bytes([at]) * (1 << 21)) if at else None
+        assert isinstance(store.commit([Change(lease, at, range(3), snapshot)])[0], Committed)
+        assert isinstance(store.commit([Change(lease, at + 3, [3])])[0], Committed)
+        assert last[0] == "NORMAL"  # what frees nothing waits for no disk
+    store.release([lease])
+    store.delete("t", "s")
+    assert len(given_up) >= 4
+    assert set(given_up) == {"FULL"}
+    assert os.listdir(tmp_path / "s.db-blobs") == []
+    store.close()
 
 
 # --- no room ---------------------------------------------------------------------------------------------------------
