@@ -175,6 +175,13 @@ class Backend(ABC):
         """Every snapshot's hash and its count of references."""
 
     @abstractmethod
+    def recount(self, hashes: Sequence[str], lower: bool) -> dict[str, tuple[int, int]]:
+        """Of these snapshots, those whose count is not that of the boundaries which name them: (counted, named).
+
+        In one transaction such counts are set right, those that are too high only with `lower`: 0 removes the snapshot.
+        """
+
+    @abstractmethod
     def examine(self) -> Iterator[tuple[str, str]]:
         """What the back end itself finds wrong: (where, what)."""
 

@@ -37,11 +37,12 @@ from serving.sessions.store import (
     Limits,
     Outcome,
     Progress,
+    Repaired,
     Response,
     Session,
     Settings,
 )  # fmt: skip
-from serving.sessions.upkeep import examine
+from serving.sessions.upkeep import examine, references
 
 
 class BaseStore(Reader):
@@ -208,7 +209,7 @@ class BaseStore(Reader):
             if not tried:  # else it is gone, by this call whose answer was lost or by another
                 raise
         except DamagedError:
-            self.drop(tenant, id)  # which snapshots it referred to is lost with it: `verify` names those left over
+            self.drop(tenant, id)  # which snapshots it referred to is lost with it: `repair` removes those left over
 
     def _change(
         self, tenant: str, id: str, expected_version: int | None, lease: Lease | None, change: Callable[[Row], Write]
@@ -307,6 +308,14 @@ class BaseStore(Reader):
         for where, what in first.items():
             if again.get(where) == what:
                 yield Damage(where, what)
+
+    def repair(self) -> Repaired:
+        """See SessionStore."""
+        wanted, unknown = references(self)
+        wrong = [hash_ for hash_, count in self.blobs() if count != wanted[hash_]]  # or changed meanwhile: counted again below
+        differing = self.recount(wrong, lower=not unknown) if wrong else {}
+        mended = [named for counted, named in differing.values() if named > counted or not unknown]
+        return Repaired(len(mended), mended.count(0), len(differing) - len(mended))
 
     # --- helpers ------------------------------------------------------------------------------------------------
 

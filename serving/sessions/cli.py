@@ -228,11 +228,28 @@ def rm(
 
 
 @app.command("verify", epilog="Example: pmi sessions verify --store redis://127.0.0.1:6379/0")
-def verify(store: Store = None, durability: Durability = "full") -> None:
-    """Read every byte in the store and compare it with its checksums and counts. Exit code 1 if something is damaged."""
+def verify(
+    repair: Annotated[
+        bool, typer.Option("--repair", help="First count references anew and remove snapshots that no session refers to.")
+    ] = False,
+    store: Store = None,
+    durability: Durability = "full",
+) -> None:
+    """Read every byte in the store and compare it with its checksums and counts. Exit code 1 if something is damaged.
+
+    A damaged session is never removed by this: go back with `rollback`, or remove it with `rm` and then --repair.
+    """
     with opened(store, durability) as found, stderr.status("reading everything"):
+        done = found.repair() if repair else None
         damages = list(found.verify())
         usage = found.usage()
+    if done is not None:
+        what = f"{done.counts:,} counts of references, of which {done.removed:,} snapshots were removed"
+        stdout.print(f"repaired: {what}", markup=False, soft_wrap=True)
+        if done.kept:
+            what = f"{done.kept:,} snapshots that are counted too often"
+            why = "damaged sessions may refer to them; `pmi sessions rm` these, then repair again"
+            stdout.print(f"left as they are: {what}: {why}", markup=False, soft_wrap=True)
     for damage in damages:
         stdout.print(f"DAMAGED {damage.where}: {damage.what}", markup=False, soft_wrap=True)
     if damages:

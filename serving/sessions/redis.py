@@ -293,6 +293,13 @@ class RedisStore(BaseStore):
             if refs is not None:
                 yield hash_.decode(), int(refs)
 
+    def recount(self, hashes: Sequence[str], lower: bool) -> dict[str, tuple[int, int]]:
+        """See Backend."""
+        found, freed = self._run("recount", int(lower), len(hashes), *hashes)
+        if self._files is not None:
+            self._files.remove(name.decode() for name in freed)
+        return {hash_.decode(): (counted, named) for hash_, counted, named in found}
+
     def examine(self) -> Iterator[tuple[str, str]]:
         """See Backend."""
         yield from ()

@@ -210,6 +210,28 @@ function operations.drop()
   return 0
 end
 
+function operations.recount() -- of the snapshots given, those whose count is not that of the boundaries that name them
+  local lower, named, differing, batch = take() == '1', {}, {}, 1000
+  for first = 0, redis.call('ZCARD', P .. 'index') - 1, batch do
+    for _, name in ipairs(redis.call('ZRANGE', P .. 'index', first, first + batch - 1)) do
+      local bounds = redis.call('HGET', P .. 's:' .. name, 'bounds')
+      if bounds and #bounds >= 12 then -- a seal, the length of the JSON, the JSON, ids
+        local json = bounds:sub(13, 12 + struct.unpack('<I4', bounds:sub(9, 12)))
+        for hash in json:gmatch('"snapshot":"(%x+)"') do named[hash] = (named[hash] or 0) + 1 end
+      end
+    end
+  end
+  for _ = 1, tonumber(take()) do
+    local hash = take()
+    local counted, right = tonumber(redis.call('HGET', P .. 'b:' .. hash, 'refs') or nil), named[hash] or 0
+    if counted and counted ~= right then
+      differing[#differing + 1] = {hash, counted, right}
+      if lower or counted < right then refer(hash, right - counted, '', '') end
+    end
+  end
+  return {differing, freed}
+end
+
 function operations.add_response() -- '' or the id of the response that has the key or the id
   local tenant, id, session, idempotency, length, expires, running, head =
     take(), take(), take(), take(), take(), take(), take(), take()

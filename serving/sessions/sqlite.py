@@ -7,11 +7,13 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from serving.sessions import records
 from serving.sessions.backend import Key, Raw, Verdict, Write, held
 from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
@@ -484,6 +486,25 @@ class SQLiteStore(BaseStore):
     def blobs(self) -> Iterator[tuple[str, int]]:
         """See Backend."""
         yield from ((hash_, refs) for hash_, refs in self._query("SELECT hash, refs FROM blobs"))
+
+    def recount(self, hashes: Sequence[str], lower: bool) -> dict[str, tuple[int, int]]:
+        """See Backend."""
+        named: Counter[str] = Counter()
+        differing: dict[str, tuple[int, int]] = {}
+        with self._transaction() as db:
+            for (bounds,) in db.execute("SELECT data FROM bounds JOIN sessions USING (key)"):
+                with suppress(DamagedError):
+                    named.update(records.named_snapshots(bounds))
+            unit = _Unit(db, {}, {})
+            for hash_ in hashes:
+                for (counted,) in db.execute("SELECT refs FROM blobs WHERE hash = ?", (hash_,)).fetchall():
+                    if counted != named[hash_]:
+                        differing[hash_] = counted, named[hash_]
+                        if lower or counted < named[hash_]:
+                            unit.refer(hash_, named[hash_] - counted)
+            self._files.touch(unit.freed)
+        self._give_up(unit.freed, deleted=True)
+        return differing
 
     def examine(self) -> Iterator[tuple[str, str]]:
         """See Backend."""

@@ -241,6 +241,18 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Repaired:
+    """What `repair` did."""
+
+    counts: int = 0
+    """Counts of references set right."""
+    removed: int = 0
+    """Of these, snapshots that no session refers to: they are gone."""
+    kept: int = 0
+    """Snapshots counted too often that were left alone: a damaged session may refer to them. Remove that first."""
+
+
+@dataclass(frozen=True)
 class Damage:
     """One thing that `verify` found."""
 
@@ -324,6 +336,9 @@ class SessionStore(Protocol):
 
     def verify(self) -> Iterator[Damage]:
         """Read everything and compare with checksums and counts."""
+
+    def repair(self) -> Repaired:
+        """Count the references to snapshots anew and remove those that no session refers to. Sessions are not touched."""
 
     def close(self) -> None:
         """Release connections; the store cannot be used afterwards."""

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +73,25 @@ def test_a_session_is_listed_shown_forked_taken_back_and_removed(url: str, capsy
     assert "'nobody'" in out
     assert "sound: 1 sessions" in pmi(capsys, "verify")
     assert "evicted 1 sessions" in pmi(capsys, "evict", "--bytes", 10)
+
+
+def test_a_damaged_session_is_removed_and_the_store_repaired(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(url)
+    store.restore("local", "bob", content(TEXT[:40]))
+    store.close()
+    db = sqlite3.connect(url.removeprefix("sqlite:///"))
+    db.execute("UPDATE bounds SET data = zeroblob(100) WHERE key = (SELECT key FROM sessions WHERE id = 'bob')")
+    db.commit()
+    db.close()
+    out = pmi(capsys, "verify", "--repair", code=1)
+    assert "DAMAGED session local/bob" in out
+    assert "left as they are: 1 snapshots" in out
+    pmi(capsys, "rm", "bob")
+    assert "--repair" in pmi(capsys, "verify", code=1)
+    out = pmi(capsys, "verify", "--repair")
+    assert "repaired: 1 counts of references, of which 1 snapshots were removed" in out
+    assert "sound: 1 sessions" in out
+    assert "sound: 1 sessions" in pmi(capsys, "verify")
 
 
 @pytest.mark.parametrize("args", [["--all"], ["--tenant", "zoe"], []], ids=["all", "tenant", "local"])

@@ -22,7 +22,7 @@ from serving.sessions.errors import BusyError, ConflictError, FullError, StoreEr
 from serving.sessions.local_redis import LocalRedis
 from serving.sessions.redis import RedisStore
 from serving.sessions.sqlite import SQLiteStore
-from serving.sessions.store import Change, Committed, Content, Progress, Response, Snapshot
+from serving.sessions.store import Change, Committed, Content, Progress, Repaired, Response, Snapshot
 from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Make
 
 LANES = [f"lane{i}" for i in range(3)]
@@ -184,7 +184,7 @@ def test_a_commit_whose_answer_was_lost_is_made_once_and_keeps_its_snapshot(make
     store.close()
 
 
-def test_verify_finds_nothing_wrong_with_a_store_that_is_being_written_to(make: Make) -> None:
+def test_verify_finds_and_repairs_nothing_in_a_store_that_is_being_written_to(make: Make) -> None:
     store, other = make(), make()
     create_lanes(store)
     done = threading.Event()
@@ -201,6 +201,7 @@ def test_verify_finds_nothing_wrong_with_a_store_that_is_being_written_to(make: 
     thread.start()
     try:
         assert [list(other.verify()) for _ in range(6)] == [[]] * 6
+        assert [other.repair() for _ in range(20)] == [Repaired()] * 20
     finally:
         done.set()
         thread.join()

@@ -15,7 +15,7 @@ from serving.sessions.errors import BusyError, DamagedError, NotFoundError, Stal
 from serving.sessions.local_redis import LocalRedis
 from serving.sessions.redis import RedisStore
 from serving.sessions.sqlite import SQLiteStore
-from serving.sessions.store import LATEST_END, LONGEST_LEASE, Change, Committed, Content, Progress, Response, Snapshot
+from serving.sessions.store import LATEST_END, LONGEST_LEASE, Change, Committed, Content, Progress, Repaired, Response, Snapshot
 from tests.serving.sessions.conftest import BACKENDS, SETTINGS, Clock, Make
 
 
@@ -149,8 +149,84 @@ def test_a_damaged_session_does_not_hide_the_others_and_can_be_deleted(tmp_path:
     with pytest.raises(DamagedError, match="'plain'"):
         store.get("t", "plain")
     store.evict()
+    assert [damage.where for damage in store.verify()] == ["session t/plain"]
+    assert store.repair() == Repaired()
     store.delete("t", "plain")
     assert [x.id for x in store.list("t").sessions] == ["historic", "large"]
+    assert store.repair() == Repaired(counts=1, removed=1)
+    assert list(store.verify()) == []
+    store.close()
+
+
+def spoil(store: BaseStore, id: str) -> None:
+    """Damage a session so that the snapshots it refers to are unknown."""
+    if isinstance(store, SQLiteStore):
+        with store._transaction() as db:
+            db.execute("UPDATE bounds SET data = zeroblob(100) WHERE key = (SELECT key FROM sessions WHERE id = ?)", (id,))
+    else:
+        assert isinstance(store, RedisStore)
+        store._redis.hset(store._key("s", "t", id), "bounds", bytes(100))
+
+
+def set_count(store: BaseStore, hash_: str | None, count: int) -> None:
+    if isinstance(store, SQLiteStore):
+        with store._transaction() as db:
+            db.execute("UPDATE blobs SET refs = ? WHERE hash = ?", (count, hash_))
+    else:
+        assert isinstance(store, RedisStore)
+        store._redis.hset(store._key("b", str(hash_)), "refs", count)
+
+
+@pytest.mark.parametrize("make", BACKENDS, indirect=True)
+def test_what_a_damaged_session_leaves_behind_is_repaired_once_it_is_removed(make: Make, tmp_path: Path) -> None:
+    store = make()
+    expected = one_of_everything(store)
+    expected["twin"] = expected["plain"]
+    store.fork("t", "plain", "twin")
+    folders = [tmp_path / name for name in ("sessions.db-blobs", "blobs") if (tmp_path / name).is_dir()]
+    files = sum(len(list(folder.iterdir())) for folder in folders)
+    assert store.repair() == Repaired()  # nothing to do
+    spoil(store, "large")
+    assert store.repair() == Repaired(kept=1)  # it may yet be put right by hand: what it refers to stays
+    store.delete("t", "large")
+    (damage,) = store.verify()
+    assert damage.what == "counted 1 times, referred to 0 times; `pmi sessions verify --repair` counts anew"
+    assert store.repair() == Repaired(counts=1, removed=1)
+    assert list(store.verify()) == []
+    assert sum(len(list(folder.iterdir())) for folder in folders) == files - len(folders)
+    del expected["large"]
+    assert {id: store.content("t", id) for id in expected} == expected
+    store.close()
+
+
+def test_counts_that_are_wrong_are_repaired_and_no_session_loses_its_snapshot(make: Make) -> None:
+    store = make()
+    content = one_of_everything(store)["plain"]
+    store.fork("t", "plain", "twin")
+    spoil(store, "historic")
+    hash_ = store.get("t", "plain").snapshot
+    for wrong in (1, 7):
+        set_count(store, hash_, wrong)
+        assert len(list(store.verify())) == 3  # this count, the damaged session, and the count of what that refers to
+        assert store.repair() == (Repaired(counts=1, kept=1) if wrong == 1 else Repaired(kept=2))
+    store.delete("t", "historic")
+    assert store.repair() == Repaired(counts=2, removed=1)
+    assert list(store.verify()) == []
+    store.delete("t", "plain")
+    assert store.content("t", "twin") == content
+    store.delete("t", "twin")
+    assert list(store.verify()) == []
+    store.close()
+
+
+def test_verify_names_the_sessions_whose_snapshot_is_damaged(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "s.db")
+    one_of_everything(store)
+    store.fork("t", "large", "twin")
+    (blob,) = (tmp_path / "s.db-blobs").iterdir()
+    blob.unlink()
+    (damage,) = store.verify()
+    assert damage.what.endswith("; referred to by t/large, t/twin")
     store.close()
 
 
