@@ -9,11 +9,16 @@ from serving.sessions import records
 from serving.sessions.errors import DamagedError
 from serving.sessions.records import HistoryWrite, Record
 from serving.sessions.responses import ResponseRow, ResponseWrite
-from serving.sessions.store import Lease, Limits, Response, Usage
+from serving.sessions.store import LATEST_END, Lease, Limits, Response, Usage
 
 Key = tuple[str, str]
 Verdict = Literal["made", "lost", "response"]
 """Of a guarded write: made; the session was changed meanwhile; the response has not the expected number of ids."""
+
+
+def held(until: float, now: float) -> bool:
+    """Whether a lease that says it lasts until then does."""
+    return now < until <= now + LATEST_END
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,13 @@ class Backend(ABC):
     @abstractmethod
     def blobs(self) -> Iterator[tuple[str, int]]:
         """Every snapshot's hash and its count of references."""
+
+    @abstractmethod
+    def recount(self, hashes: Sequence[str], lower: bool) -> dict[str, tuple[int, int]]:
+        """Of these snapshots, those whose count is not that of the boundaries which name them: (counted, named).
+
+        In one transaction such counts are set right, those that are too high only with `lower`: 0 removes the snapshot.
+        """
 
     @abstractmethod
     def examine(self) -> Iterator[tuple[str, str]]:

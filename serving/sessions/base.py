@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from serving.sessions import records
-from serving.sessions.backend import Key, Row, Verdict, Write
+from serving.sessions.backend import Key, Row, Verdict, Write, held
 from serving.sessions.checks import check_name
 from serving.sessions.errors import (
     BusyError,
@@ -27,6 +27,7 @@ from serving.sessions.records import HistoryWrite, Record
 from serving.sessions.responses import ResponseWrite, advance_response, encode_response, more
 from serving.sessions.store import (
     LEASE_SECONDS,
+    LONGEST_LEASE,
     Change,
     Committed,
     Content,
@@ -36,11 +37,12 @@ from serving.sessions.store import (
     Limits,
     Outcome,
     Progress,
+    Repaired,
     Response,
     Session,
     Settings,
 )  # fmt: skip
-from serving.sessions.upkeep import examine
+from serving.sessions.upkeep import examine, references
 
 
 class BaseStore(Reader):
@@ -54,8 +56,8 @@ class BaseStore(Reader):
 
     def lease(self, tenant: str, id: str, owner: str, seconds: float = LEASE_SECONDS) -> Lease:
         """See SessionStore."""
-        if not 0 < seconds <= 3600:
-            raise InvalidError(f"a lease of {seconds} s: must be in (0, 3600]")
+        if not 0 < seconds <= LONGEST_LEASE:
+            raise InvalidError(f"a lease of {seconds} s: must be in (0, {LONGEST_LEASE:.0f}]")
         check_name("owner", owner)
         self._need(tenant, id)  # refuses what has expired or is damaged
         fence, holder, left = self.take(tenant, id, owner, seconds)
@@ -207,14 +209,14 @@ class BaseStore(Reader):
             if not tried:  # else it is gone, by this call whose answer was lost or by another
                 raise
         except DamagedError:
-            self.drop(tenant, id)  # which snapshots it referred to is lost with it: `verify` names those left over
+            self.drop(tenant, id)  # which snapshots it referred to is lost with it: `repair` removes those left over
 
     def _change(
         self, tenant: str, id: str, expected_version: int | None, lease: Lease | None, change: Callable[[Row], Write]
     ) -> Session:
         for _ in range(ATTEMPTS):
             row = self._need(tenant, id)
-            if lease is None and row.until > self.clock():
+            if lease is None and held(row.until, self.clock()):
                 raise _busy(id, row.owner, row.until - self.clock())
             if lease is not None and row.fence != lease.fence:
                 raise _stale(lease)
@@ -306,6 +308,14 @@ class BaseStore(Reader):
         for where, what in first.items():
             if again.get(where) == what:
                 yield Damage(where, what)
+
+    def repair(self) -> Repaired:
+        """See SessionStore."""
+        wanted, unknown = references(self)
+        wrong = [hash_ for hash_, count in self.blobs() if count != wanted[hash_]]  # or changed meanwhile: counted again below
+        differing = self.recount(wrong, lower=not unknown) if wrong else {}
+        mended = [named for counted, named in differing.values() if named > counted or not unknown]
+        return Repaired(len(mended), mended.count(0), len(differing) - len(mended))
 
     # --- helpers ------------------------------------------------------------------------------------------------
 

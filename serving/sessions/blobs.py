@@ -11,11 +11,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lm.data.files import sync_folder
-from serving.sessions.errors import FullError
+from serving.sessions.errors import FullError, StoreError, UnavailableError
 
 ORPHAN_SECONDS = 3600.0
 """A file that no row names is left alone so long: its writer may be about to commit."""
@@ -32,26 +32,42 @@ class FolderBlobs:
         self._lock = threading.Lock()
         self._spares: deque[tuple[str, float]] = deque()
         self._process = os.getpid()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._errors():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """The disk's errors as the store's."""
+        try:
+            yield
+        except OSError as error:
+            if errno.errorcode.get(error.errno or 0) in NO_ROOM:
+                raise FullError(
+                    f"{self.folder}: no room left ({error.strerror}); free some or evict sessions. Nothing was changed"
+                ) from error
+            raise UnavailableError(
+                f"{error.filename or self.folder}: {error.strerror}; check disk, mount and permissions"
+            ) from error
 
     def put(self, blobs: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Write (hash, data) pairs and return their names; all are on disk then. FullError: none is left behind."""
+        """Write (hash, data) pairs and return their names; all are on disk then. If it fails none is left behind."""
         names: list[str] = []
         made = False
         try:
-            for hash_, data in blobs:
-                spare = self._spare()
-                if spare is not None and self._write(spare, data, anew=True):
-                    names.append(spare)
-                    continue
-                names.append(f"{hash_}-{secrets.token_hex(4)}")
-                self._write(names[-1], data, anew=False)
-                made = True
-            if made:
-                sync_folder(self.folder)
-        except OSError as error:
-            self.remove(names)
-            raise full(error, str(self.folder)) or error from error
+            with self._errors():
+                for hash_, data in blobs:
+                    spare = self._spare()
+                    if spare is not None and self._write(spare, data, anew=True):
+                        names.append(spare)
+                        continue
+                    names.append(f"{hash_}-{secrets.token_hex(4)}")
+                    self._write(names[-1], data, anew=False)
+                    made = True
+                if made:
+                    sync_folder(self.folder)
+        except StoreError:
+            self.discard(names)
+            raise
         return names
 
     def _write(self, name: str, data: bytes, anew: bool) -> bool:
@@ -69,7 +85,7 @@ class FolderBlobs:
                 return False
             raise
         except OSError:
-            path.unlink(missing_ok=True)
+            self.discard([name])
             raise
 
     def _spare(self) -> str | None:
@@ -80,13 +96,13 @@ class FolderBlobs:
                 name, since = self._spares.pop()
                 if time.monotonic() - since < ORPHAN_SECONDS / 2:
                     return name
-                self.remove([name])
+                self.discard([name])
         return None
 
     def touch(self, names: Iterable[str]) -> None:
         """Before rows no longer name these files: as orphans they are young."""
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            with self._errors(), contextlib.suppress(FileNotFoundError):
                 os.utime(self.folder / name)
 
     def retire(self, names: Iterable[str]) -> None:
@@ -98,7 +114,7 @@ class FolderBlobs:
                 if keep:
                     self._spares.append((name, time.monotonic()))
             if not keep:
-                self.remove([name])
+                self.discard([name])
 
     def drop_spares(self) -> None:
         """Remove the files that were kept to be written anew."""
@@ -115,31 +131,29 @@ class FolderBlobs:
 
     def get(self, name: str) -> bytes | None:
         """The bytes, or None if there is no such file."""
-        try:
+        with self._errors(), contextlib.suppress(FileNotFoundError):
             return (self.folder / name).read_bytes()
-        except FileNotFoundError:
-            return None
+        return None
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; one that is not there is no error."""
         for name in names:
-            (self.folder / name).unlink(missing_ok=True)
+            with self._errors():
+                (self.folder / name).unlink(missing_ok=True)
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove files that no row names; one that cannot be removed now is left to `orphans`."""
+        for name in names:
+            with contextlib.suppress(StoreError):
+                self.remove([name])
 
     def orphans(self, known: set[str]) -> list[str]:
         """Old files whose names are not `known`."""
         before = time.time() - ORPHAN_SECONDS
         found = []
-        for entry in os.scandir(self.folder):
-            try:
-                if entry.name not in known and entry.is_file() and entry.stat().st_mtime < before:
-                    found.append(entry.name)
-            except FileNotFoundError:
-                continue
+        with self._errors():
+            for entry in os.scandir(self.folder):
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.name not in known and entry.is_file() and entry.stat().st_mtime < before:
+                        found.append(entry.name)
         return found
-
-
-def full(error: OSError, where: str) -> FullError | None:
-    """A FullError if that is what an OSError says."""
-    if errno.errorcode.get(error.errno or 0) in NO_ROOM:
-        return FullError(f"{where}: no room left ({error.strerror}); free some or evict sessions. Nothing was changed")
-    return None

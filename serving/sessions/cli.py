@@ -1,6 +1,8 @@
 """`pmi sessions ...`: look at sessions, fork them, take them back, carry them elsewhere. Heavy imports stay inside commands."""
 
 import json
+import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +77,8 @@ def ls(
     for name in page.damaged:
         stderr.print(f"damaged: {name}; see `pmi sessions verify`", markup=False)
     if page.next is not None:
-        stdout.print(f"more: pmi sessions ls --after {page.next}", markup=False)
+        line = more_line(page.next, store, tenant, every, limit, durability)
+        stdout.print(f"more: {line}", markup=False, soft_wrap=True)
 
 
 @app.command("show", epilog="Example: pmi sessions show ada --checkpoint runs/demo/model --plot memory.png")
@@ -95,6 +98,8 @@ def show(
     long-term memory.
     """
     with collecting() as problems:
+        if plot is not None and plot.suffix.lower() != ".png":
+            problems.append(f"--plot {plot}: pictures are PNG; give a name that ends in .png")
         if plot is not None and checkpoint is None:
             problems.append(f"--plot {plot}: needs --checkpoint, the folder of the session's model")
         if device != "auto" and checkpoint is None:
@@ -223,11 +228,28 @@ def rm(
 
 
 @app.command("verify", epilog="Example: pmi sessions verify --store redis://127.0.0.1:6379/0")
-def verify(store: Store = None, durability: Durability = "full") -> None:
-    """Read every byte in the store and compare it with its checksums and counts. Exit code 1 if something is damaged."""
+def verify(
+    repair: Annotated[
+        bool, typer.Option("--repair", help="First count references anew and remove snapshots that no session refers to.")
+    ] = False,
+    store: Store = None,
+    durability: Durability = "full",
+) -> None:
+    """Read every byte in the store and compare it with its checksums and counts. Exit code 1 if something is damaged.
+
+    A damaged session is never removed by this: go back with `rollback`, or remove it with `rm` and then --repair.
+    """
     with opened(store, durability) as found, stderr.status("reading everything"):
+        done = found.repair() if repair else None
         damages = list(found.verify())
         usage = found.usage()
+    if done is not None:
+        what = f"{done.counts:,} counts of references, of which {done.removed:,} snapshots were removed"
+        stdout.print(f"repaired: {what}", markup=False, soft_wrap=True)
+        if done.kept:
+            what = f"{done.kept:,} snapshots that are counted too often"
+            why = "damaged sessions may refer to them; `pmi sessions rm` these, then repair again"
+            stdout.print(f"left as they are: {what}: {why}", markup=False, soft_wrap=True)
     for damage in damages:
         stdout.print(f"DAMAGED {damage.where}: {damage.what}", markup=False, soft_wrap=True)
     if damages:
@@ -295,6 +317,19 @@ def migrate(
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def more_line(after: str, store: str | None, tenant: str, every: bool, limit: int, durability: str) -> str:
+    """The command that lists what follows `after`; a password in the store's URL is left out."""
+    words = ["pmi", "sessions", "ls"]
+    if store is not None:
+        words += ["--store", re.sub(r"(://[^/@]*:)[^/@]+@", r"\1***@", store)]
+    if every:
+        words.append("--all")
+    for flag, value, default in (("--tenant", tenant, "local"), ("--limit", limit, 100), ("--durability", durability, "full")):
+        if value != default:
+            words += [flag, str(value)]
+    return shlex.join([*words, "--after", after])
 
 
 @contextmanager

@@ -36,9 +36,14 @@ def open_store(url: str | None = None, durability: str = "full", limits: Limits 
         raise InvalidError(f"durability {durability!r}: must be one of {', '.join(DURABILITIES)}")
     try:
         parts = urlsplit(url)
+        _ = parts.port  # looked at here, where a number that is no port is an error
     except ValueError as error:
         raise InvalidError(f"store {url!r}: {error}; must be {FORMS}") from error
-    if parts.scheme == "sqlite" and not parts.netloc and parts.path.startswith("/") and not parts.query:
+    if "#" in url:
+        raise InvalidError(f"store {url!r}: {url[url.index('#') :]!r} cannot be part of it; must be {FORMS}")
+    if parts.scheme == "sqlite" and not parts.netloc and parts.path.startswith("/"):
+        if "?" in url:
+            raise InvalidError(f"store {url!r}: {url[url.index('?') :]!r} is for redis only; must be {FORMS}")
         from serving.sessions.sqlite import SQLiteStore
 
         path = Path(parts.path[1:]).expanduser() if parts.path[1:] else default_file()
@@ -48,6 +53,8 @@ def open_store(url: str | None = None, durability: str = "full", limits: Limits 
         unknown = query.keys() - {"blobs", "prefix"}
         if unknown:
             raise InvalidError(f"store {url!r}: unknown {', '.join(sorted(unknown))}; must be {FORMS}")
+        if parts.path.strip("/") and not parts.path[1:].isdecimal():
+            raise InvalidError(f"store {url!r}: database {parts.path!r}: must be a number; {FORMS}")
         from serving.sessions.redis import RedisStore
 
         bare = parts._replace(query="").geturl()

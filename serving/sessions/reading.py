@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from serving.sessions import records
-from serving.sessions.backend import Backend, Key, Row
+from serving.sessions.backend import Backend, Key, Row, held
 from serving.sessions.checks import check_name
 from serving.sessions.errors import DamagedError, InvalidError, NotFoundError, UnavailableError
 from serving.sessions.responses import decode_response
@@ -124,10 +124,11 @@ class Reader(Backend):
 
     def _gone(self, row: Row) -> bool:
         expires = row.record.expires(self.limits.ttl)
-        return expires is not None and max(expires, row.until) <= self.clock()
+        now = self.clock()
+        return expires is not None and expires <= now and not held(row.until, now)
 
     def _session(self, tenant: str, id: str, row: Row) -> Session:
-        owner = row.owner if row.until > self.clock() else None
+        owner = row.owner if held(row.until, self.clock()) else None
         return row.record.session(tenant, id, owner, self.limits.ttl)
 
     def read_checked(self, hash_: str, what: str) -> bytes:

@@ -185,6 +185,12 @@ class Record:
         )  # fmt: skip
 
 
+def named_snapshots(bounds: bytes | None) -> Counter[str]:
+    """How often a session refers to each snapshot, by its boundaries alone: its head may be damaged. DamagedError."""
+    listed, _ = unseal_json(bounds, "boundaries")
+    return Counter(x["snapshot"] for x in listed["boundaries"] if x["snapshot"] is not None)
+
+
 def decode(head: bytes | None, bounds: bytes | None, what: str) -> Record:
     """A record from its two sealed parts; DamagedError."""
     plain = unseal(head, what)

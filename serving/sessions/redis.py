@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from redis.exceptions import BusyLoadingError, ConnectionError, OutOfMemoryError, ReadOnlyError, ResponseError, TimeoutError
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)  # fmt: skip
 
-from serving.sessions.backend import Key, Raw, Verdict, Write
+from serving.sessions.backend import Key, Raw, Verdict, Write, held
 from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import FullError, InvalidError, UnavailableError
@@ -67,13 +75,16 @@ class RedisStore(BaseStore):
         super().__init__(limits or Limits(), clock or (lambda: time.time() + offset))
 
     def _check_durability(self) -> None:
-        try:
-            found = {name: self._try(self._redis.config_get, name).get(name, "?") for name in REQUIRED}
-        except ResponseError as error:
-            raise InvalidError(
-                f"{self._where}: its settings cannot be read ({error}); "
-                "if you know them to be durable, or need not care, use --durability relaxed"
-            ) from error
+        def read(name: str) -> Any:
+            try:
+                return self._redis.config_get(name).get(name, "?")
+            except ResponseError as error:
+                raise InvalidError(
+                    f"{self._where}: its settings cannot be read ({error}); "
+                    "if you know them to be durable, or need not care, use --durability relaxed"
+                ) from error
+
+        found = {name: self._try(read, name) for name in REQUIRED}
         wrong = [f"{name} is {found[name]!r}, must be {value!r}" for name, value in REQUIRED.items() if found[name] != value]
         if wrong:
             raise InvalidError(
@@ -101,6 +112,8 @@ class RedisStore(BaseStore):
                 raise FullError(f"{self._where}: its memory is full; raise maxmemory or evict. Nothing was changed") from error
             except ReadOnlyError as error:
                 raise UnavailableError(f"{self._where} is a replica; name the primary in --store") from error
+            except (RedisError, OSError) as error:
+                raise UnavailableError(f"{self._where} refuses ({error}); mend what it names, then try again") from error
 
     def _run(self, operation: str, *values: Any) -> Any:
         now = "" if self._fixed is None else repr(self._fixed())
@@ -148,7 +161,7 @@ class RedisStore(BaseStore):
         names = [*idle, *(set(own) - set(idle))] if not everything else idle
         for name in names:
             raw = self.load([_member(name)])[0]
-            if raw is not None and raw.until <= now:
+            if raw is not None and not held(raw.until, now):
                 yield raw
 
     def write(self, writes: Sequence[Write | ResponseWrite]) -> Sequence[Verdict]:
@@ -164,7 +177,8 @@ class RedisStore(BaseStore):
             self._discard(names)
             raise
         if self._files is not None:
-            self._files.remove(name.decode() for name in freed)
+            deleted = any(isinstance(write, Write) and write.record is None for write in writes)
+            (self._files.remove if deleted else self._files.discard)(name.decode() for name in freed)
         if any(verdict != b"made" for verdict in verdicts):
             self._discard(names)
         return [verdict.decode() for verdict in verdicts]
@@ -183,7 +197,7 @@ class RedisStore(BaseStore):
         if names:
             left = self._run("discard", len(names), *itertools.chain(*names.items()))
             if self._files is not None:
-                self._files.remove(name.decode() for name in left)
+                self._files.discard(name.decode() for name in left)
 
     def drop(self, tenant: str, id: str) -> None:
         """See Backend."""
@@ -278,6 +292,13 @@ class RedisStore(BaseStore):
             refs = self._try(self._redis.hget, self._key("b", hash_.decode()), "refs")
             if refs is not None:
                 yield hash_.decode(), int(refs)
+
+    def recount(self, hashes: Sequence[str], lower: bool) -> dict[str, tuple[int, int]]:
+        """See Backend."""
+        found, freed = self._run("recount", int(lower), len(hashes), *hashes)
+        if self._files is not None:
+            self._files.remove(name.decode() for name in freed)
+        return {hash_.decode(): (counted, named) for hash_, counted, named in found}
 
     def examine(self) -> Iterator[tuple[str, str]]:
         """See Backend."""

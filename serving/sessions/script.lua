@@ -12,6 +12,8 @@ if not now then
 end
 local freed = {} -- blobs that nobody refers to any more: the caller removes their files
 
+local LATEST_END = 3660 -- seconds from now (store.py): a lease that ends later was made under a wrong clock, and has lapsed
+local function held(till) return tonumber(till) > now and tonumber(till) <= now + LATEST_END end
 local function later(seconds) return string.format('%.6f', now + tonumber(seconds)) end
 local function member(tenant, id) return tenant .. '\0' .. id end
 local function session_key(tenant, id) return P .. 's:' .. member(tenant, id) end
@@ -179,10 +181,9 @@ function operations.take() -- {fence, holder, seconds left}; `mark` makes asking
   local key, owner, seconds, mark = session_key(take(), take()), take(), take(), take()
   local found = redis.call('HMGET', key, 'fence', 'owner', 'until', 'mark')
   if not found[1] then return {0, '', '0'} end
-  local left = tonumber(found[3]) - now
-  if left > 0 then
+  if held(found[3]) then
     if found[4] == mark then return {tonumber(found[1]), owner, seconds} end
-    return {0, found[2], string.format('%.6f', left)}
+    return {0, found[2], string.format('%.6f', tonumber(found[3]) - now)}
   end
   local new = fence()
   redis.call('HSET', key, 'fence', new, 'owner', owner, 'until', later(seconds), 'mark', mark)
@@ -207,6 +208,28 @@ end
 function operations.drop()
   remove_session(take(), take())
   return 0
+end
+
+function operations.recount() -- of the snapshots given, those whose count is not that of the boundaries that name them
+  local lower, named, differing, batch = take() == '1', {}, {}, 1000
+  for first = 0, redis.call('ZCARD', P .. 'index') - 1, batch do
+    for _, name in ipairs(redis.call('ZRANGE', P .. 'index', first, first + batch - 1)) do
+      local bounds = redis.call('HGET', P .. 's:' .. name, 'bounds')
+      if bounds and #bounds >= 12 then -- a seal, the length of the JSON, the JSON, ids
+        local json = bounds:sub(13, 12 + struct.unpack('<I4', bounds:sub(9, 12)))
+        for hash in json:gmatch('"snapshot":"(%x+)"') do named[hash] = (named[hash] or 0) + 1 end
+      end
+    end
+  end
+  for _ = 1, tonumber(take()) do
+    local hash = take()
+    local counted, right = tonumber(redis.call('HGET', P .. 'b:' .. hash, 'refs') or nil), named[hash] or 0
+    if counted and counted ~= right then
+      differing[#differing + 1] = {hash, counted, right}
+      if lower or counted < right then refer(hash, right - counted, '', '') end
+    end
+  end
+  return {differing, freed}
 end
 
 function operations.add_response() -- '' or the id of the response that has the key or the id
@@ -239,7 +262,7 @@ function operations.evict_response() -- bytes freed, or -1 if it must stay
   local expired, running = tonumber(found[1]) <= now, found[2] == '1'
   if running and found[3] ~= '' then
     local leased = redis.call('HGET', session_key(tenant, found[3]), 'until')
-    if leased and tonumber(leased) > now then return -1 end
+    if leased and held(leased) then return -1 end
   end
   if not expired and (running or not over) then return -1 end
   return drop_response(tenant, id)

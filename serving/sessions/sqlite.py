@@ -7,18 +7,20 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from serving.sessions.backend import Key, Raw, Verdict, Write
+from serving.sessions import records
+from serving.sessions.backend import Key, Raw, Verdict, Write, held
 from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import DamagedError, FullError, InvalidError, StoreError, UnavailableError
 from serving.sessions.records import SEAL, HistoryWrite
 from serving.sessions.responses import ResponseRow, ResponseWrite
-from serving.sessions.store import Lease, Limits, Response, Usage
+from serving.sessions.store import LATEST_END, Lease, Limits, Response, Usage
 
 FORMAT = 1
 INLINE = 1 << 20
@@ -52,7 +54,8 @@ APPEND = (
 """What nearly all writes are: some ids behind the tail. Leaves alone what has an index."""
 RAW = "tenant, id, version, fence, owner, until, head, (SELECT data FROM bounds WHERE bounds.key = sessions.key)"
 
-
+HELD = f"until > ?1 AND until <= ?1 + {LATEST_END}"
+"""`held`, at the time ?1."""
 LAST = f"SELECT start + (length(ids) - {SEAL}) / 4 FROM pieces WHERE pieces.key = r.key ORDER BY start DESC LIMIT 1"
 COUNT = f"coalesce(({LAST}), r.count)"
 """The ids of a response r: those up to its last piece, or those in its head."""
@@ -122,11 +125,14 @@ class SQLiteStore(BaseStore):
         return UnavailableError(f"{self.path}: {text}")
 
     @contextmanager
-    def _unsynced(self) -> Iterator[sqlite3.Connection]:
-        """A write transaction for leases: every process sees it, but a power cut may undo it, and ends who held them too."""
+    def _synced(self, how: str) -> Iterator[sqlite3.Connection]:
+        """A write transaction with its own sync. FULL: it and all before it are on disk at the block's end.
+
+        NORMAL, for leases: every process sees it, but a power cut may undo it, and ends who held them too.
+        """
         db = self._db()
         with self._errors():
-            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA synchronous = {how}")
         try:
             with self._transaction():
                 yield db
@@ -185,8 +191,9 @@ class SQLiteStore(BaseStore):
     def candidates(self, now: float, ttl: float | None, everything: bool) -> Iterator[Raw]:
         """See Backend."""
         keys = self._query(
-            "SELECT key FROM sessions WHERE until <= ? AND (? OR coalesce(expires, updated + ?) <= ?) ORDER BY updated, key",
-            now, everything, ttl, now,
+            f"SELECT key FROM sessions WHERE NOT ({HELD}) AND (?2 OR coalesce(expires, updated + ?3) <= ?1) "
+            "ORDER BY updated, key",
+            now, everything, ttl,
         )  # fmt: skip
         for (key,) in keys:
             for row in self._query(f"SELECT {RAW} FROM sessions WHERE key = ?", key):
@@ -203,15 +210,25 @@ class SQLiteStore(BaseStore):
             except _RefusedError:
                 verdicts, used, freed = self._write_all(writes, brought, names, careful=True)
         except BaseException:
-            self._files.remove(names.values())
+            self._files.discard(names.values())
             raise
-        self._files.remove(name for name in names.values() if name not in used)
-        if any(isinstance(write, Write) and write.record is None for write in writes):
-            self._files.remove(freed)
+        self._files.discard(name for name in names.values() if name not in used)
+        self._give_up(freed, any(isinstance(write, Write) and write.record is None for write in writes))
+        return verdicts
+
+    def _give_up(self, files: list[str], deleted: bool) -> None:
+        """Files that no row names any more: to be written anew, or removed where what they hold was deleted."""
+        if files and self.synchronous != "FULL":
+            try:
+                with self._synced("FULL") as db:  # else a power cut might bring back rows that need them
+                    self._fence(db)
+            except StoreError:
+                return  # the commit stands; `collect` finds them
+        if deleted:
+            self._files.remove(files)
             self._files.drop_spares()  # nothing of what is deleted stays in a file
         else:
-            self._files.retire(freed)
-        return verdicts
+            self._files.retire(files)
 
     def _write_all(
         self, writes: Sequence[Write | ResponseWrite], brought: dict[str, bytes], names: dict[str, str], careful: bool
@@ -331,12 +348,12 @@ class SQLiteStore(BaseStore):
 
     def take(self, tenant: str, id: str, owner: str, seconds: float) -> tuple[int | None, str | None, float]:
         """See Backend."""
-        with self._unsynced() as db:
+        with self._synced("NORMAL") as db:
             row = db.execute("SELECT key, owner, until FROM sessions WHERE tenant = ? AND id = ?", (tenant, id)).fetchone()
             now = self.clock()
             if row is None:
                 return None, None, 0.0
-            if row[2] > now:
+            if held(row[2], now):
                 return None, row[1], row[2] - now
             fence = self._fence(db)
             db.execute("UPDATE sessions SET fence = ?, owner = ?, until = ? WHERE key = ?", (fence, owner, now + seconds, row[0]))
@@ -345,7 +362,7 @@ class SQLiteStore(BaseStore):
     def prolong(self, leases: Sequence[Lease]) -> Sequence[bool]:
         """See Backend."""
         alive = []
-        with self._unsynced() as db:
+        with self._synced("NORMAL") as db:
             now = self.clock()
             for lease in leases:
                 fence = lease.fence if lease.seconds else self._fence(db)  # given back: worth nothing from now on
@@ -445,7 +462,7 @@ class SQLiteStore(BaseStore):
         """See Backend."""
         with self._transaction() as db:
             total = db.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()[0]
-            leased = "EXISTS (SELECT 1 FROM sessions s WHERE (s.tenant, s.id) = (r.tenant, r.session) AND s.until > ?)"
+            leased = f"EXISTS (SELECT 1 FROM sessions s WHERE (s.tenant, s.id) = (r.tenant, r.session) AND {HELD})"
             rows = db.execute(
                 f"SELECT key, bytes, expires, running FROM responses r WHERE NOT (running AND {leased}) ORDER BY expires", (now,)
             )
@@ -469,6 +486,25 @@ class SQLiteStore(BaseStore):
     def blobs(self) -> Iterator[tuple[str, int]]:
         """See Backend."""
         yield from ((hash_, refs) for hash_, refs in self._query("SELECT hash, refs FROM blobs"))
+
+    def recount(self, hashes: Sequence[str], lower: bool) -> dict[str, tuple[int, int]]:
+        """See Backend."""
+        named: Counter[str] = Counter()
+        differing: dict[str, tuple[int, int]] = {}
+        with self._transaction() as db:
+            for (bounds,) in db.execute("SELECT data FROM bounds JOIN sessions USING (key)"):
+                with suppress(DamagedError):
+                    named.update(records.named_snapshots(bounds))
+            unit = _Unit(db, {}, {})
+            for hash_ in hashes:
+                for (counted,) in db.execute("SELECT refs FROM blobs WHERE hash = ?", (hash_,)).fetchall():
+                    if counted != named[hash_]:
+                        differing[hash_] = counted, named[hash_]
+                        if lower or counted < named[hash_]:
+                            unit.refer(hash_, named[hash_] - counted)
+            self._files.touch(unit.freed)
+        self._give_up(unit.freed, deleted=True)
+        return differing
 
     def examine(self) -> Iterator[tuple[str, str]]:
         """See Backend."""

@@ -20,6 +20,10 @@ RECENT = 256
 """Ids before the boundary that are kept for penalties, stop strings and detokenising."""
 LEASE_SECONDS = 4.0
 """How long a lease lasts without a sign of life: a crashed writer's sessions are free again within 5 s."""
+LONGEST_LEASE = 3600.0
+LATEST_END = LONGEST_LEASE + 60.0
+"""Seconds from now, with a minute for clocks that differ. A lease that ends later was made under a wrong clock, or is damaged:
+it has lapsed. (script.lua has this number too.)"""
 LOCAL = "local"
 """The tenant of the command line, and of a service without keys."""
 
@@ -237,6 +241,18 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Repaired:
+    """What `repair` did."""
+
+    counts: int = 0
+    """Counts of references set right."""
+    removed: int = 0
+    """Of these, snapshots that no session refers to: they are gone."""
+    kept: int = 0
+    """Snapshots counted too often that were left alone: a damaged session may refer to them. Remove that first."""
+
+
+@dataclass(frozen=True)
 class Damage:
     """One thing that `verify` found."""
 
@@ -320,6 +336,9 @@ class SessionStore(Protocol):
 
     def verify(self) -> Iterator[Damage]:
         """Read everything and compare with checksums and counts."""
+
+    def repair(self) -> Repaired:
+        """Count the references to snapshots anew and remove those that no session refers to. Sessions are not touched."""
 
     def close(self) -> None:
         """Release connections; the store cannot be used afterwards."""

@@ -1,6 +1,8 @@
 """`pmi sessions`: what a user types, and what comes of it."""
 
 import json
+import shlex
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +11,14 @@ import pytest
 import serving.cli  # noqa: F401  (mounts the commands)
 from lm.cli import app
 from lm.commands import run
+from lm.data.pieces import PieceTokenizer
 from lm.model.pretrained import save_pretrained
 from serving.sessions.cli import app as sessions_app
+from serving.sessions.cli import more_line
 from serving.sessions.opening import default_file, open_store, store_url
 from serving.sessions.states import read_again
 from serving.sessions.store import Change, Settings, Snapshot
+from tests.serving.sessions.conftest import SETTINGS
 from tests.serving.sessions.test_files import MINE, TEXT, build, content
 
 
@@ -70,6 +75,52 @@ def test_a_session_is_listed_shown_forked_taken_back_and_removed(url: str, capsy
     assert "evicted 1 sessions" in pmi(capsys, "evict", "--bytes", 10)
 
 
+def test_a_damaged_session_is_removed_and_the_store_repaired(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(url)
+    store.restore("local", "bob", content(TEXT[:40]))
+    store.close()
+    db = sqlite3.connect(url.removeprefix("sqlite:///"))
+    db.execute("UPDATE bounds SET data = zeroblob(100) WHERE key = (SELECT key FROM sessions WHERE id = 'bob')")
+    db.commit()
+    db.close()
+    out = pmi(capsys, "verify", "--repair", code=1)
+    assert "DAMAGED session local/bob" in out
+    assert "left as they are: 1 snapshots" in out
+    pmi(capsys, "rm", "bob")
+    assert "--repair" in pmi(capsys, "verify", code=1)
+    out = pmi(capsys, "verify", "--repair")
+    assert "repaired: 1 counts of references, of which 1 snapshots were removed" in out
+    assert "sound: 1 sessions" in out
+    assert "sound: 1 sessions" in pmi(capsys, "verify")
+
+
+@pytest.mark.parametrize("args", [["--all"], ["--tenant", "zoe"], []], ids=["all", "tenant", "local"])
+def test_the_line_that_says_how_to_see_more_works_when_pasted(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PMI_STORE", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("COLUMNS", "80")
+    url = f"sqlite:///{tmp_path}/a store/s.db"
+    store = open_store(url)
+    names = [(tenant, f"s{i}") for tenant in ("local", "zoe") for i in range(5)]
+    for tenant, name in names:
+        store.create(tenant, name, SETTINGS)
+    store.close()
+    line = shlex.join(["pmi", "sessions", "ls", "--store", url, "--limit", "2", "--durability", "relaxed", *args])
+    seen: list[str] = []
+    while line:
+        table, _, line = pmi(capsys, *shlex.split(line)[2:]).partition("more: ")
+        seen += [word for word in table.split() if word.split("/")[-1] in {"s0", "s1", "s2", "s3", "s4"}]
+    expected = {"--all": [f"{tenant}/{name}" for tenant, name in names]}
+    assert seen == expected.get("".join(args), [f"s{i}" for i in range(5)])
+
+
+def test_the_line_that_says_how_to_see_more_shows_no_password() -> None:
+    line = more_line("local/a", "redis://me:secret@127.0.0.1:1/0", "local", True, 100, "full")
+    assert line == "pmi sessions ls --store 'redis://me:***@127.0.0.1:1/0' --all --after local/a"
+
+
 def test_a_session_is_carried_by_file_and_a_damaged_file_is_refused(
     url: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,12 +167,43 @@ def test_a_session_with_a_kept_history_is_migrated_to_another_model(
     assert "keeps no history" in pmi(capsys, "migrate", "short", "--to", tmp_path / "other", code=2)
 
 
+def test_a_session_is_migrated_to_a_model_with_another_tokenizer_by_its_text(
+    url: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = MINE.tokenizer.decode(TEXT)
+    pieces = PieceTokenizer.train([f"{text}\n" * 20], vocab_size=290, model_type="bpe", threads=1)
+    other = build(7, "segment=4", tokenizer=pieces)
+    save_pretrained(other.model, other.tokenizer, tmp_path / "other")
+    assert "give --from" in pmi(capsys, "migrate", "ada", "--to", tmp_path / "other", code=2)
+    wrong = build(5)
+    save_pretrained(wrong.model, wrong.tokenizer, tmp_path / "wrong")
+    out = pmi(capsys, "migrate", "ada", "--to", tmp_path / "other", "--from", tmp_path / "wrong", code=2)
+    assert f"belongs to model {MINE.fingerprint}" in out
+    pmi(capsys, "migrate", "ada", "--to", tmp_path / "other", "--from", folder)
+    store = open_store(url)
+    ids = store.history("local", "ada")
+    assert ids == (pieces.bos, *pieces.encode(text))
+    assert len(ids) < len(TEXT)
+    assert pieces.decode(ids) == text
+    assert store.content("local", "ada") == read_again(other, ids, content(keep_history=True).settings)
+    assert store.get("local", "ada").settings.tokenizer == pieces.fingerprint()
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("args", "messages"),
     [
         (["show", "nobody"], ["'nobody'", "pmi sessions ls"]),
         (["ls", "--store", "mysql://x"], ["mysql://x", "sqlite:///FILE", "redis://"]),
         (["ls", "--store", "redis://127.0.0.1:1/0?colour=red"], ["colour", "redis://"]),
+        (["ls", "--store", "redis://127.0.0.1:99999/0"], ["redis://127.0.0.1:99999/0", "0-65535", "redis://HOST:PORT/DB"]),
+        (["ls", "--store", "redis://127.0.0.1:abc/0"], ["redis://127.0.0.1:abc/0", "'abc'", "redis://HOST:PORT/DB"]),
+        (["ls", "--store", "redis://127.0.0.1:1/zero"], ["'/zero'", "a number"]),
+        (["ls", "--store", "redis://127.0.0.1:1/0#x"], ["'#x'", "redis://HOST:PORT/DB"]),
+        (["ls", "--store", "sqlite:////tmp/none/a#b.db"], ["'#b.db'", "sqlite:///FILE"]),
+        (["ls", "--store", "sqlite:////tmp/none/a.db?mode=ro"], ["'?mode=ro'", "sqlite:///FILE"]),
+        (["show", "ada", "--plot", "m.foo"], ["m.foo", ".png"]),
+        (["show", "ada", "--plot", "m"], ["--plot m", ".png"]),
         (["ls", "--limit", "0", "--store"], ["--store"]),
         (["ls", "--tenant", "a/b"], ["'a/b'", "letters"]),
         (["ls", "--durability", "some"], ["'some'", "full, relaxed"]),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from lm.config import load_model_config
-from lm.data.tokenizer import ByteTokenizer
+from lm.data.tokenizer import ByteTokenizer, Tokenizer
 from lm.model.decoder import PMI
 from lm.model.pretrained import Checkpoint, fingerprint
 from serving.sessions.base import BaseStore
@@ -24,7 +24,7 @@ from serving.sessions.states import read_again
 from serving.sessions.store import Content, Settings
 
 
-def build(seed: int = 0, *changes: str) -> Checkpoint:
+def build(seed: int = 0, *changes: str, tokenizer: Tokenizer | None = None) -> Checkpoint:
     torch.manual_seed(seed)
     overrides = [
         "layers=2",
@@ -36,7 +36,7 @@ def build(seed: int = 0, *changes: str) -> Checkpoint:
         "memory.heads=2",
         "memory.layers=[1]",
     ]
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer or ByteTokenizer()
     model = PMI(load_model_config("tiny", [*overrides, f"vocab_size={tokenizer.vocab_size}", *changes])).eval()
     return Checkpoint(model, tokenizer, fingerprint(model))
 
