@@ -112,10 +112,11 @@ def _prepared(data: Prepared, split: str) -> Corpus:
     found, counts, manifest = data.split(split), data.manifest.splits.get(split), data.manifest
     assert counts is not None
     with collecting() as problems:
-        for shard in counts.shards:  # of this split alone: a training split may take minutes to read
-            if sha256_of(data.folder / shard.file) != shard.sha256:
+        # of this split alone: a training split may take minutes to read
+        for name, checksum in ((f"{split}.index.npy", counts.index_sha256), *((x.file, x.sha256) for x in counts.shards)):
+            if sha256_of(data.folder / name) != checksum:
                 problems.append(
-                    f"{data.folder / shard.file}: its checksum is not the manifest's {shard.sha256[:16]}; "
+                    f"{data.folder / name}: its checksum is not the manifest's {checksum[:16]}; "
                     "restore it or prepare the data again with --force"
                 )
     wikitext = manifest.dataset.startswith("wikitext")

@@ -74,8 +74,10 @@ def remarks(result: Result) -> list[str]:
     lines += [_said(name, gap) for name, gap in result.differences.items()]
     quiet = result.leak_alarm
     if quiet.quiet and quiet.documents:
-        across = f", {quiet.across} first segments of the run agree between its modes" if quiet.across else ""
-        lines.append(f"leak alarm quiet: {quiet.documents} first segments equal bit for bit with on, reset, shuffled{across}")
+        lines.append(
+            f"leak alarm quiet: {quiet.documents} first segments equal bit for bit with on, reset, shuffled, behind another "
+            f"document as alone; {quiet.across} comparisons with those of the run agree"
+        )
     lines += [f"LEAK ALARM: {leak}" for leak in quiet.leaks[:5]]
     return lines
 
