@@ -136,7 +136,8 @@ def _prepared(data: Prepared, split: str) -> Corpus:
         reasons.append("memory starts anew at each article")
     words_are = "words and one <eos> per line" if wikitext else "whitespace-separated words of the text"
     name = f"{manifest.dataset} {split}"
-    return _counted(name, items, data.fingerprint, data.tokenizer, words_are, reasons, [])
+    notes = ["what is published as Enwik8's bpc is bits per byte"] if manifest.dataset == "enwik8" else []
+    return _counted(name, items, data.fingerprint, data.tokenizer, words_are, reasons, notes)
 
 
 def _text(path: Path, tokenizer: Tokenizer) -> Corpus:
@@ -201,10 +202,9 @@ def _only(corpus: Corpus, wanted: list[str]) -> Corpus:
     if len(items) == len(corpus.items):
         return corpus
     reason = f"{len(items)} of the {len(corpus.items)} documents"
-    counted = _counted(
+    return _counted(
         corpus.name, items, corpus.fingerprint, corpus.tokenizer, corpus.words_are, [*corpus.not_comparable, reason], []
     )
-    return replace(counted, notes=[*corpus.notes, *counted.notes])
 
 
 @dataclass(frozen=True)
