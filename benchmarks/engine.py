@@ -11,6 +11,7 @@ resume   time to the first token (on disk) of a session in SQLite with a tail of
          histories, and with a whole segment, as at worst; in turns with GPT-2 of the same size that reads its history of 8,192
          tokens again
 bytes    a stored session against a KV cache
+compile  a step's feed-forward networks, the part that torch.compile can fuse whole, compiled over as they are
 """
 
 import argparse
@@ -18,19 +19,22 @@ import asyncio
 import statistics
 import tempfile
 import time
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from benchmarks.measure import Ratio, ratio, save
+from benchmarks.measure import Ratio, in_turns, ratio, save
 from benchmarks.peers import gpt2
 from lm import machine
 from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
 from lm.generation.sampling import Sampling
 from lm.model import PMI, State
+from lm.model.decoder import Block
 from lm.model.pretrained import Checkpoint, fingerprint
 from lm.model.proofs import draw_zeros
 from lm.model.snapshot import sizes
@@ -52,7 +56,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600, help="begin no round of a part after so long (two are made)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--part", choices=["steps", "resume", "bytes"], action="append")
+    parser.add_argument("--part", choices=["steps", "resume", "bytes", "compile"], action="append")
     parser.add_argument("--longest", type=int, default=RESUMED[-1], help="longest history of `resume`")
     args = parser.parse_args()
     machine.keep_pages()
@@ -62,7 +66,7 @@ def main() -> None:
     checkpoint = Checkpoint(model, ByteTokenizer(), fingerprint(model))
     if args.dtype == "bfloat16":
         model.compute_in(torch.bfloat16)
-    parts = args.part or ["steps", "resume", "bytes"]
+    parts = args.part or ["steps", "resume", "bytes", "compile"]
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"sqlite:///{folder}/sessions.db")
         if "steps" in parts:
@@ -71,6 +75,8 @@ def main() -> None:
             resume(checkpoint, store, args)
         if "bytes" in parts:
             compare_bytes(checkpoint, args)
+        if "compile" in parts:
+            compiled(checkpoint, args)
         store.close()
 
 
@@ -268,6 +274,31 @@ def compare_bytes(checkpoint: Checkpoint, args: argparse.Namespace) -> None:
     console.print(table)
     console.print(f"below {session // per_token + 1} tokens the KV cache is smaller")
     save(f"engine_bytes_{args.preset}", {"preset": args.preset, "rows": rows, "equal_at": session / per_token})
+
+
+def compiled(checkpoint: Checkpoint, args: argparse.Namespace) -> None:
+    blocks = cast(Iterable[Block], checkpoint.model.blocks)
+    rows = []
+    for lanes in (1, LANES):
+        x = torch.randn(lanes, 1, checkpoint.model.config.width)
+        ways = {
+            name: [way(block.feedforward) for block in blocks]
+            for name, way in (("eager", lambda f: f), ("compiled", torch.compile))
+        }
+
+        def run(networks: list[Callable[[Tensor], Tensor]], x: Tensor = x) -> Callable[[], None]:
+            def all_layers() -> None:
+                with torch.inference_mode():
+                    for _ in range(200):
+                        for network in networks:
+                            network(x)
+
+            return all_layers
+
+        seconds = in_turns({name: run(networks) for name, networks in ways.items()}, args.rounds)
+        rows.append({"lanes": lanes, "compiled_over_eager": ratio(seconds["eager"], seconds["compiled"])})
+        console.print(f"{lanes} lanes: compiled feed-forward networks take {rows[-1]['compiled_over_eager']} of the time")
+    save(f"engine_compile_{args.preset}", {"preset": args.preset, "threads": args.threads, "rows": rows})
 
 
 if __name__ == "__main__":
