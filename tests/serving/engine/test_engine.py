@@ -10,7 +10,7 @@ import torch
 
 from lm.errors import UserError
 from lm.generation.sampling import Sampling
-from lm.model import PMI
+from lm.model import PMI, State
 from lm.model.pretrained import Checkpoint
 from lm.model.proofs import draw_zeros
 from serving.engine import Engine, EngineConfig, EngineStoppedError, QueueFullError, Request, StepError
@@ -325,6 +325,16 @@ def test_a_lane_whose_state_overflows_is_lost_alone() -> None:
             if stream is not lost:
                 assert stream.result().ids == tuple(greedy(checkpoint(), [i], 200)[0])
         assert engine.alive
+
+
+def test_memory_is_written_for_the_lanes_at_a_boundary_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, closed, inner = checkpoint().model, [], PMI._close
+    with torch.inference_mode():
+        state = State.concatenate([model(torch.tensor([[256] * n]), model.initial_state(1))[1] for n in (6, 6, 3, 1)])
+        monkeypatch.setattr(PMI, "_close", lambda self, state: (closed.append(state.lanes), inner(self, state))[1])
+        for _ in range(SEGMENT):
+            _, state = model(torch.ones(4, 1, dtype=torch.int64), state, donate=True)
+    assert closed == [2, 1, 1]
 
 
 def test_closing_ends_callers_that_still_wait_and_draining_lets_them_finish() -> None:
