@@ -46,7 +46,9 @@ class PmiLM(LM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if (carried := MEMORY.get(str(memory))) is None:
-            raise UserError(f"memory={memory}: must be one of {', '.join(MEMORY)}; `pmi eval --memory` knows reset and shuffled too")
+            raise UserError(
+                f"memory={memory}: must be one of {', '.join(MEMORY)}; `pmi eval --memory` knows reset and shuffled too"
+            )
         # the harness says cuda:0 wherever the user says nothing
         loaded = from_pretrained(Path(pretrained), resolve_device(device if torch.cuda.is_available() else "cpu"))
         self.tokenizer, self.call_tokens = loaded.tokenizer, CALL_TOKENS

@@ -252,6 +252,28 @@ def test_an_evaluation_goes_on_within_a_sample_and_gives_the_same_report(
     assert not (tmp_path / "cut" / "stream").exists()
 
 
+def test_tasks_of_other_facts_are_another_evaluation_and_further_tasks_are_the_same(
+    facts: Path, text: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    rng = np.random.default_rng(9)
+    (others / "qa1_test.txt").write_text("".join(story(rng) for _ in range(10)))
+    command = ["babilong", "eval", "--checkpoint", str(model), "--out", str(tmp_path / "out"), "--tasks"]
+    tasks = made(facts, text, tmp_path / "a", "--lengths", "0k", "--tasks", "qa1")
+    assert run(app, [*command, str(tasks)]) == 0
+    assert run(app, [*command, str(made(others, text, tmp_path / "b", "--lengths", "0k", "--tasks", "qa1"))]) == 2
+    assert "facts of qa1" in capsys.readouterr().err
+    made(facts, text, tasks, "--lengths", "0k", "--tasks", "qa2")  # added later
+    assert run(app, [*command, str(tasks)]) == 0
+    assert [row["task"] for row in json.loads((tmp_path / "out" / "report.json").read_text())["results"]] == ["qa1", "qa2"]
+    rng = np.random.default_rng(9)
+    (others / "qa1_test.txt").unlink()
+    (others / "qa2_test.txt").write_text("".join(story(rng) for _ in range(10)))
+    assert run(app, [*command, str(made(others, text, tmp_path / "c", "--lengths", "0k", "--tasks", "qa2"))]) == 2
+    assert "facts of qa2" in capsys.readouterr().err
+
+
 def test_an_answer_is_the_line_that_follows_and_must_match_exactly() -> None:
     tokenizer = ByteTokenizer()
     assert spoken(tokenizer, tokenizer.encode("garden\nand so on")) == "garden"
