@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from lm.data.tokenizer import ByteTokenizer
 from lm.data.words import WordTokenizer
-from lm.evaluation import alarm
+from lm.evaluation import alarm, journal
 from lm.evaluation.corpus import open_corpus
 from lm.evaluation.figures import RESAMPLES, difference, figures, interval
-from lm.evaluation.job import Job, Options
+from lm.evaluation.job import Job, Listener, Options
 from lm.evaluation.tally import Outcome
 from lm.model.pretrained import Checkpoint, save_pretrained
 from lm.model.state import State
@@ -107,6 +107,10 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     with journal.open("a") as file:
         file.write('{"pass": "on", "sec')  # a line that a crash cut short
     before = [json.loads(line) for line in journal.read_text().splitlines()[:-1]]
+    if how == signal.SIGINT:
+        ended = sum(row["outcome"] is not None for row in before)
+        middle = len(list((tmp_path / "e" / "open").iterdir()))
+        assert f"{ended} of 4 documents, {middle} more in the middle; to go on".encode() in b" ".join(err.split())
     code, _, err2 = pmi(*call)
     assert code == 0, err2
     assert "tokens were read before" in err2
@@ -123,6 +127,35 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     code, _, err3 = pmi(*call, "--memory", "off", "--segment", 16)
     assert code == 2
     assert "holds another evaluation (it differs in segment)" in err3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_document_in_the_middle_is_saved_while_it_is_read_and_goes_on_from_there(
+    checkpoint: Checkpoint, tmp_path: Path, moby_dick: str, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    (tmp_path / "one.txt").write_text(moby_dick[:2_000])
+    corpus = open_corpus(tmp_path / "one.txt", "test", checkpoint.tokenizer)
+    options = Options(dtype=dtype, call_tokens=64, out=tmp_path / "e")
+    read: list[int] = []
+
+    def dying(tokens: int) -> None:
+        read.append(tokens)
+        if sum(read) > 1_000:
+            raise KeyboardInterrupt  # as good as kill -9: nothing is saved on the way out
+
+    with pytest.raises(KeyboardInterrupt):
+        Job(checkpoint, corpus, replace(options, out=tmp_path / "later")).run(Listener(advanced=dying))
+    assert not (tmp_path / "later" / "open").exists(), "it was not yet time"
+    read.clear()
+    monkeypatch.setattr(journal, "SAVE_EVERY", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        Job(checkpoint, corpus, options).run(Listener(advanced=dying))
+    monkeypatch.undo()
+    before: list[int] = []
+    result = Job(checkpoint, corpus, options).run(Listener(started=lambda part, tokens: before.append(tokens)))
+    assert before == [sum(read[:-1])]
+    whole = Job(checkpoint, corpus, replace(options, out=None)).run()
+    assert result.figures["on"].nats == pytest.approx(whole.figures["on"].nats, rel=1e-9)
 
 
 def test_the_leak_alarm_rings_when_a_lane_keeps_what_it_read_before(
