@@ -19,6 +19,7 @@ from lm.cli import app
 from lm.commands import run
 from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
+from lm.data.words import WordTokenizer
 from lm.errors import UserError
 from lm.evaluation.babilong import Books, Maker, parse_length, read_questions, sentences
 from lm.evaluation.babilong_eval import Evaluation, generate, read_streams, spoken
@@ -301,9 +302,12 @@ def test_tasks_of_another_tokenizer_are_refused(
     facts: Path, text: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = made(facts, text, tmp_path / "tasks", "--lengths", "0k")
-    (tasks / "tokenizer.json").write_text('{"kind": "words", "vocab_size": 3, "bos": 2}')
+    other = WordTokenizer.build(["Where is Mary <unk>\n"])
+    other.save(tasks)
     assert run(app, ["babilong", "eval", "--checkpoint", str(model), "--tasks", str(tasks)]) == 2
-    assert str(tasks) in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    mine = ByteTokenizer().fingerprint()
+    assert f"made with tokenizer {other.fingerprint()}, the model's is {mine}; make the tasks with" in told
 
 
 def test_training_batches_ask_for_the_answer_and_nothing_else(facts: Path, books: Books) -> None:

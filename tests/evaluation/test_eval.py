@@ -57,6 +57,21 @@ def test_the_report_names_every_figure_with_its_protocol(pmi: Pmi, checkpoint_fo
     assert (tmp_path / "e" / "by-position.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_memory_off_is_memory_on_of_which_nothing_is_read(checkpoint: Checkpoint, books: Path) -> None:
+    corpus = open_corpus(books, "test", checkpoint.tokenizer)
+    options = Options(["on", "off"], dtype="float64")
+    found = Job(checkpoint, corpus, options).run().figures
+    assert abs(found["on"].nats - found["off"].nats) > 1
+    zeroed = 0
+    with torch.no_grad():
+        for name, parameter in checkpoint.model.named_parameters():
+            if ".read.out" in name:
+                parameter.zero_()
+                zeroed += 1
+    assert zeroed
+    assert Job(checkpoint, corpus, replace(options, modes=["on"])).run().figures["on"].nats == pytest.approx(found["off"].nats)
+
+
 def test_another_segment_and_window_are_the_same_weights_read_otherwise(pmi: Pmi, checkpoint_folder: Path, books: Path) -> None:
     call = ("eval", "--checkpoint", checkpoint_folder, "--data", books, "--json")
     plain, long = json.loads(pmi(*call)[1]), json.loads(pmi(*call, "--segment", 16, "--window", 4)[1])
@@ -76,7 +91,23 @@ def test_one_document_is_shuffled_in_parts_against_carried_memory_in_the_same_pa
     assert {found["tokens"] for found in result["passes"].values()} == {len(moby_dick[:1100].encode())}
     assert result["differences"]["shuffled, 64 parts"]["units"] == 64
     assert result["differences"]["shuffled, 64 parts"]["over"] == "parts"
+    for found in result["passes"].values():
+        assert (found["documents"], found["interval"]["units"], found["interval"]["over"]) == (1, 64, "parts")
     assert json.loads(pmi(*call)[1])["passes"]["on"]["interval"]["over"] == "blocks"
+    said = pmi(*call[:-1], "--memory", "on,shuffled")[1]
+    for line in ("bootstrap over 100 blocks", "bootstrap over 64 parts", "each part reads the memory of the next one"):
+        assert line in said
+    assert "64 documents" not in said
+
+
+def test_a_single_segment_has_no_interval_and_the_report_says_why(pmi: Pmi, checkpoint_folder: Path, books: Path) -> None:
+    call = ("eval", "--checkpoint", checkpoint_folder, "--data", books, "--documents", "book2", "--memory", "on,off")
+    code, out, err = pmi(*call)
+    assert code == 0, err
+    assert out.count("no 95 % interval: the one document, of 8 tokens, is no longer than a segment of 8: ") == 1
+    assert "nats/token (no interval: nothing to resample), not surely different" in out
+    assert "no 95 % interval" in " ".join(json.loads(pmi(*call, "--json")[1])["notes"])
+    assert "no 95 % interval" not in pmi(*call[:5], "--documents", "book3")[1]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -264,6 +295,14 @@ def test_partial_data_is_never_called_comparable_and_says_its_unknown_rate(pmi: 
     assert result["passes"]["on"]["word_perplexity"] == pytest.approx(result["passes"]["on"]["perplexity"])
     assert "NOT comparable" in out
     assert "unknown tokens:" in out
+    # what the whole of a public data set leaves in its manifest
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    assert manifest["partial"] is True
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({**manifest, "partial": False, "differences": []}))
+    code, out, err = pmi("eval", "--checkpoint", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "whole")
+    assert code == 0, err
+    assert result_of(tmp_path / "whole")["protocol"]["comparable"] is True
+    assert "comparable with published" not in out
     # the same text in articles: as many tokens, in more documents
     assert pmi("data", "prepare", "wikitext2", "--source", tmp_path, "--articles", "--out", tmp_path / "articles")[0] == 0
     code, out, err = pmi("eval", "--checkpoint", tmp_path / "model", "--data", tmp_path / "articles", "--json")
