@@ -86,7 +86,7 @@ class Evaluation:
                 f"{checkpoint.tokenizer.fingerprint()}; make the tasks with `pmi babilong make --checkpoint DIR`"
             )
         self.identity = Identity(checkpoint.fingerprint, checkpoint.tokenizer.fingerprint())
-        claim(out, {"checkpoint": checkpoint.fingerprint, "tasks": tasks.fingerprint()})
+        claim(out, {"checkpoint": checkpoint.fingerprint, "tasks": tasks.fingerprint()}, tasks.facts())
         lines = (out / ANSWERS).read_text().splitlines() if (out / ANSWERS).is_file() else []
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
         write_atomically(out / ANSWERS, "".join(json.dumps(row) + "\n" for row in self.rows).encode())

@@ -76,9 +76,13 @@ class Tasks:
         return [Sample(file, dtype.str, **{key: row[key] for key in keys}) for row in rows]
 
     def fingerprint(self) -> str:
-        """A short hash of what the samples were made of (which follows from it)."""
+        """A short hash of what the samples of all tasks were made of; with `facts` it decides every sample."""
         made = {key: value for key, value in self.manifest.items() if key != "facts"}  # those grow as tasks are added
         return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
+
+    def facts(self) -> dict[str, str]:
+        """For each task a short hash of the stories it asks about."""
+        return {f"facts of {task}": told for task, told in self.manifest["facts"].items()}
 
 
 def make(

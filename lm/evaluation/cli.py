@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lm.commands import CheckedCommand, Commands, Device, stderr, stdout
-from lm.errors import UserError, collecting, noting
-from lm.evaluation.peer_cli import evaluate_peer
+from lm.errors import collecting, noting
+from lm.evaluation.peer_cli import evaluate_peer, named
 
 if TYPE_CHECKING:
     from lm.evaluation.job import Job, Result
@@ -98,10 +98,7 @@ def evaluate(
     if loaded.model.config.memory is None and by_position:
         modes = ["off"]
     refuse_without_memory(loaded, modes)
-    chosen = None if documents is None else [name.strip() for name in documents.split(",") if name.strip()]
-    if chosen == []:
-        raise UserError(f"--documents {documents!r}: names none; give names with commas between them")
-    corpus = open_corpus(data, split, loaded.tokenizer, chosen)
+    corpus = open_corpus(data, split, loaded.tokenizer, named(documents))
     options = Options(modes, segment, window, dtype, lanes, call_tokens or CALL_TOKENS, out)
     job = Job(loaded, corpus, options)
     result = _run(job, ray, workers, metrics_port)

@@ -2,8 +2,10 @@
 
 - weights and tokens travel through Ray's object store: workers need the package, not the files
 - a task reads a few documents; one that is lost with its worker is submitted again, and said
-- a counter with no CPU of its own collects how far the tasks are, and nothing waits for it; metrics come out on Ray's own
-  Prometheus ports as
+- a counter with no CPU of its own collects how far the tasks are and each document's outcome as it ends, so that what is done is
+  kept whenever the run ends; nothing waits for it, and a task returns its outcomes once more, should the counter be lost
+  (a streaming task would not do: Ray refuses it behind ray://)
+- metrics come out on Ray's own Prometheus ports as
   ray_pmi_eval_tokens_total, ray_pmi_eval_documents_total, ray_pmi_eval_failures, ray_pmi_eval_tokens_per_second
 """
 
@@ -37,6 +39,8 @@ ATTEMPTS = 4
 """Times that a task may be lost with its worker before the evaluation gives up."""
 REPORT_EVERY = 0.5
 """Seconds between a task's reports."""
+LAST_WORD = 5.0
+"""Seconds that a run which is asked to stop waits for the counter."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +106,22 @@ class Cluster:
         device = model.device.type  # of a GPU's number each worker sees its own only
         weights = ray.put(Weights(name, model.config, model.dtype, device, parameters))
         counter = self.counter = self.counter or ray.remote(num_cpus=0, max_restarts=-1)(Counter).remote()
-        lost = metrics()["failures"]
-        lost.set(self.failures)
+        failures = metrics()["failures"]
         submit = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"), max_retries=0)(_read)
         queue = deque((task, 1) for task in tasks)
         waiting: dict[Any, tuple[Task, int]] = {}
-        asked, told, read = counter.total.remote(name), 0, 0
+        news = _News(ray, counter, name, watch)
         try:
             while waiting or queue:
+                failures.set(self.failures)  # on each turn: Ray forgets a gauge that is not set for a while
                 if watch.stop():
+                    news.last()
                     raise StoppedError([])
                 while queue and len(waiting) < self.workers:
                     task, attempt = queue.popleft()
                     waiting[submit.remote(task, weights, counter)] = (task, attempt)
                 ready, _ = ray.wait(list(waiting), timeout=REPORT_EVERY)
-                if ray.wait([asked], timeout=0)[0]:
-                    told += _told(ray, asked, watch, told)
-                    asked = counter.total.remote(name)
+                news.hear()
                 for reference in ready:
                     task, attempt = waiting.pop(reference)
                     try:
@@ -126,20 +129,20 @@ class Cluster:
                     except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError,
                             ray.exceptions.ObjectLostError, ray.exceptions.LocalRayletDiedError) as error:  # fmt: skip
                         self.failures += 1
-                        lost.set(self.failures)
                         watch.failed()
                         if attempt == ATTEMPTS:
+                            news.last()
                             raise UserError(
                                 f"--ray: {task.items[0].name!r} and others were lost with their worker {ATTEMPTS} times "
                                 f"({type(error).__name__}); look at the cluster's memory, or use smaller --call-tokens"
                             ) from error
+                        task = replace(task, only=task.only - news.done)
                         self.say(f"a worker was lost ({type(error).__name__}); its {len(task.only)} documents are read again")
-                        queue.append((task, attempt + 1))
+                        queue.extend([(task, attempt + 1)] if task.only else [])
                         continue
                     for outcome in outcomes:
-                        watch.done(outcome)
-                        read += outcome.tokens
-            watch.advanced(read - told)
+                        news.take(outcome)
+            watch.advanced(news.tokens - news.told)
         finally:
             for reference in waiting:
                 ray.cancel(reference, force=True)
@@ -159,6 +162,44 @@ class Cluster:
             options = job.options
             tasks.append(Task((name, number), items, part.mode, job.bos, options.lanes, options.call_tokens, only))
         return sorted(tasks, key=lambda task: -sum(item.length for item in task.items))
+
+
+class _News:
+    """What the driver of a pass has heard from its counter and from its tasks."""
+
+    def __init__(self, ray: Any, counter: Any, name: str, watch: Watch) -> None:
+        self.ray, self.counter, self.name, self.watch = ray, counter, name, watch
+        self.done: set[int] = set()
+        """The documents whose outcome is known."""
+        self.tokens = self.told = 0
+        """Of those documents; and what the watcher was told of all tasks."""
+        self._asked = counter.news.remote(name)
+
+    def take(self, outcome: Outcome) -> None:
+        """Hand over an outcome, once."""
+        if outcome.number not in self.done:
+            self.done.add(outcome.number)
+            self.tokens += outcome.tokens
+            self.watch.done(outcome)
+
+    def hear(self, wait: float = 0.0) -> None:
+        """Take in what the counter has answered, and ask again."""
+        if not self.ray.wait([self._asked], timeout=wait)[0]:
+            return
+        try:
+            tokens, ended = self.ray.get(self._asked)
+        except self.ray.exceptions.RayActorError:  # progress is no reason to end
+            tokens, ended = self.told, []
+        self._asked = self.counter.news.remote(self.name)
+        for row in ended:
+            self.take(Outcome.from_row(row))
+        self.watch.advanced(tokens - self.told)
+        self.told = tokens
+
+    def last(self) -> None:
+        """Take in all that was reported up to now: what was answered may be old."""
+        self.hear(LAST_WORD)
+        self.hear(LAST_WORD)
 
 
 def _with_donor(items: Sequence[Item], place: int) -> list[Item]:
@@ -203,7 +244,7 @@ def _read(task: Task, weights: Weights, counter: Any) -> list[Outcome]:
     machine.keep_pages()
     torch.set_num_threads(1)
     model = _model(weights)
-    counted, outcomes = metrics(), []
+    counted, outcomes, sent = metrics(), list[Outcome](), 0
     began = last = time.monotonic()
     tokens = reported = 0
 
@@ -211,35 +252,27 @@ def _read(task: Task, weights: Weights, counter: Any) -> list[Outcome]:
         outcomes.append(outcome)
         counted["documents"].inc()
 
-    def advanced(count: int) -> None:
-        nonlocal tokens, reported, last
-        tokens += count
-        now = time.monotonic()
-        if now - last >= REPORT_EVERY:
+    def report() -> None:
+        nonlocal reported, sent, last
+        last = time.monotonic()
+        if tokens > reported:
             counted["tokens"].inc(tokens - reported)
-            counted["speed"].set(tokens / (now - began))
-            counter.report.remote(*task.key, tokens)
-            last, reported = now, tokens
+        counted["speed"].set(tokens / max(last - began, 1e-9))
+        counter.report.remote(*task.key, tokens, [outcome.row() for outcome in outcomes[sent:]])
+        reported, sent = tokens, len(outcomes)
+
+    def advanced(count: int) -> None:
+        nonlocal tokens
+        tokens += count
+        if time.monotonic() - last >= REPORT_EVERY:
+            report()
 
     evaluate(
         model, task.items, task.mode, task.bos, Watch(done, advanced), task.lanes, task.call_tokens,
         finished={item.number for item in task.items} - task.only,
     )  # fmt: skip
-    if tokens > reported:
-        counted["tokens"].inc(tokens - reported)
-    counted["speed"].set(tokens / max(time.monotonic() - began, 1e-9))
-    counter.report.remote(*task.key, tokens)
+    report()
     return outcomes
-
-
-def _told(ray: Any, asked: Any, watch: Watch, told: int) -> int:
-    """Tell the watcher how far the tasks are beyond `told`."""
-    try:
-        more = int(ray.get(asked)) - told
-    except ray.exceptions.RayActorError:  # progress is no reason to end
-        return 0
-    watch.advanced(more)
-    return more
 
 
 def _knock(address: str | None) -> None:

@@ -7,18 +7,20 @@ from typing import Any
 
 
 class Counter:
-    """How many tokens each task of a pass has read; a task that starts again counts from 0."""
+    """What the tasks of a pass have read: tokens (a task that starts again counts from 0), and the documents that ended."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, dict[int, int]] = {}
+        self.ended: dict[str, list[dict[str, Any]]] = {}
 
-    def report(self, part: str, task: int, tokens: int) -> None:
-        """Task `task` of a pass has read so many tokens."""
+    def report(self, part: str, task: int, tokens: int, ended: list[dict[str, Any]]) -> None:
+        """Task `task` of a pass has read so many tokens; `ended` are the outcomes (as JSON) since its last report."""
         self.tokens.setdefault(part, {})[task] = tokens
+        self.ended.setdefault(part, []).extend(ended)
 
-    def total(self, part: str) -> int:
-        """Tokens read by all tasks of a pass."""
-        return sum(self.tokens.get(part, {}).values())
+    def news(self, part: str) -> tuple[int, list[dict[str, Any]]]:
+        """Tokens read by all tasks of a pass, and the outcomes that came since this was asked before."""
+        return sum(self.tokens.get(part, {}).values()), self.ended.pop(part, [])
 
 
 _made: dict[str, Any] = {}

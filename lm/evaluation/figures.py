@@ -24,7 +24,7 @@ class Interval:
     high: float
     units: int
     over: str
-    """What was resampled: documents, or blocks of the one document."""
+    """What was resampled: documents, or blocks or parts of the one document."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,14 @@ def interval(outcomes: Sequence[Outcome]) -> Interval | None:
     sums, over = units(outcomes)
     drawn = _bootstrap(sums)
     return None if drawn is None else Interval(*_middle(drawn[:, 1] / drawn[:, 0]), len(sums), over)
+
+
+def why_no_interval(found: Figures, segment: int) -> list[str]:
+    """What to say where there is no interval."""
+    if found.interval is not None:
+        return []
+    short = f"the one document, of {found.tokens:,} tokens, is no longer than a segment of {segment:,}"
+    return [f"no 95 % interval: {short}: there is nothing to resample; give more text"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
+from lm.errors import UserError
 from lm.evaluation.corpus import InMemory, Item
 from lm.evaluation.stream import CALL_TOKENS, HEAD_SCORES, Watch, evaluate
 from lm.evaluation.tally import Outcome
@@ -24,6 +25,8 @@ from lm.model.pretrained import Checkpoint, from_pretrained, resolve_device
 
 GENERATED = 256
 """Most tokens of `generate_until` where the task does not say."""
+MEMORY = {"on": True, "off": False, "True": True, "False": False}
+"""What `memory` may be; the harness itself makes booleans of true and false on its command line."""
 
 
 @register_model("pmi")
@@ -42,9 +45,12 @@ class PmiLM(LM):  # type: ignore[misc]
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        if (carried := MEMORY.get(str(memory))) is None:
+            raise UserError(
+                f"memory={memory}: must be one of {', '.join(MEMORY)}; `pmi eval --memory` knows reset and shuffled too"
+            )
         # the harness says cuda:0 wherever the user says nothing
         loaded = from_pretrained(Path(pretrained), resolve_device(device if torch.cuda.is_available() else "cpu"))
-        carried = memory in ("on", "True", True)
         self.tokenizer, self.call_tokens = loaded.tokenizer, CALL_TOKENS
         self.model = variant(loaded, carried, segment, window, dtype)
         self.checkpoint = Checkpoint(self.model, loaded.tokenizer, loaded.fingerprint)

@@ -7,7 +7,7 @@ A pass reads all documents in one memory mode. `shuffled` also needs `on`; where
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import torch
 from lm.errors import UserError
 from lm.evaluation import alarm
 from lm.evaluation.corpus import Corpus, Item
-from lm.evaluation.figures import Figures, by_position, difference, figures
+from lm.evaluation.figures import Figures, by_position, difference, figures, why_no_interval
 from lm.evaluation.journal import Journal
 from lm.evaluation.stream import CALL_TOKENS, Open, StoppedError, Watch, evaluate
 from lm.evaluation.tally import Outcome
@@ -215,7 +215,10 @@ class Job:
         firsts: dict[bool, dict[Mode, list[Outcome]]] = {False: {}, True: {}}
         for part in self.passes:
             outcomes = self.outcomes(part.name)
-            found[part.name] = figures(outcomes, None if part.parts else characters, self.journal.seconds.get(part.name, 0.0))
+            read = figures(outcomes, None if part.parts else characters, self.journal.seconds.get(part.name, 0.0))
+            if part.parts and read.interval is not None:
+                read = replace(read, documents=1, interval=replace(read.interval, over="parts"))
+            found[part.name] = read
             firsts[part.parts][part.mode] = outcomes
         alarms = [
             alarm.check(self.model, self.corpus.items, self.bos, firsts[False]),
@@ -225,7 +228,7 @@ class Job:
             sum(x.documents for x in alarms), sum(x.across for x in alarms), [leak for x in alarms for leak in x.leaks]
         )
         positions = {part.name: by_position(self.outcomes(part.name)) for part in self.passes}
-        notes = list(self.corpus.notes)
+        notes = [*self.corpus.notes, *dict.fromkeys(line for x in found.values() for line in why_no_interval(x, self.segment))]
         if self.checkpoint.model.config.memory is None:
             notes.append("this checkpoint was trained without memory: there is none to carry, and on and off are the same")
         result = Result(self.protocol(), found, positions, self._differences(), joined, notes)
@@ -242,7 +245,7 @@ class Job:
             **self.about(),
             "prediction": "every token predicted once, position 0 (BOS) never",
             "streams": {part.name: self._streams(part) for part in self.passes},
-            "modes": {part.name: MEANING[part.mode] for part in self.passes},
+            "modes": {part.name: _meaning(part) for part in self.passes},
             "sums": "float64",
             "words_are": corpus.words_are,
             "unknown_rate": corpus.unknown / corpus.tokens if corpus.tokenizer.unknown is not None else None,
@@ -268,6 +271,10 @@ class Job:
                 over = "parts" if part.parts else gap.over
                 found[part.name] = {**asdict(gap), "over": over, "worse": gap.worse, "mode": part.mode, "against": on.name}
         return found
+
+
+def _meaning(part: Pass) -> str:
+    return MEANING[part.mode].replace("document", "part") if part.parts else MEANING[part.mode]
 
 
 def _fingerprint(items: Sequence[Item]) -> str:

@@ -7,6 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from lm.commands import Device, stderr, stdout
+from lm.errors import UserError
+
+
+def named(documents: str | None) -> list[str] | None:
+    """The names that --documents gives."""
+    if documents is None:
+        return None
+    names = [name.strip() for name in documents.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--documents {documents!r}: names none; give names with commas between them")
+    return names
 
 
 def evaluate_peer(
@@ -25,7 +36,7 @@ def evaluate_peer(
     from rich.progress import track
 
     from lm.evaluation.alarm import Alarm
-    from lm.evaluation.figures import by_position, figures
+    from lm.evaluation.figures import by_position, figures, why_no_interval
     from lm.evaluation.job import Result
     from lm.evaluation.peer import corpus_for, load_peer
     from lm.evaluation.peer import evaluate_peer as read
@@ -34,10 +45,11 @@ def evaluate_peer(
     from lm.evaluation.tally import Outcome
     from lm.model.pretrained import resolve_device
 
+    chosen = named(documents)
     peer = load_peer(model, resolve_device(device))
     context = context or min(peer.longest, 1024)
     stride = stride or max(1, context // 2)
-    corpus = corpus_for(peer, data, split, documents.split(",") if documents else None)
+    corpus = corpus_for(peer, data, split, chosen)
     outcomes: list[Outcome] = []
     began = time.perf_counter()
     for item in track(corpus.items, "reading", console=stderr, disable=not stderr.is_terminal):
@@ -66,7 +78,8 @@ def evaluate_peer(
         "comparable": not corpus.not_comparable,
         "not_comparable": corpus.not_comparable,
     }
-    result = Result(protocol, {name: found}, {name: by_position(outcomes)}, {}, Alarm(0, 0, []), corpus.notes)
+    notes = [*corpus.notes, *why_no_interval(found, context)]
+    result = Result(protocol, {name: found}, {name: by_position(outcomes)}, {}, Alarm(0, 0, []), notes)
     if json_:
         stdout.print_json(json.dumps(result.row()))
     else:

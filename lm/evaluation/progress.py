@@ -51,10 +51,7 @@ def follow(job: Job, console: Console, metrics_port: int | None = None, runner: 
             listener = Listener(shown.started, shown.advanced, shown.document, shown.failed, lambda: bool(request.signal))
             return job.run(listener, runner)
     except StoppedError as stopped:
-        kept = (
-            f"kept in {job.options.out}; to go on, run the same command again" if job.options.out else "nothing kept (no --out)"
-        )
-        console.print(f"stopped, {kept}", markup=False, soft_wrap=True)
+        console.print(_kept(job, len(stopped.open)), markup=False, soft_wrap=True)
         raise typer.Exit(128 + request.signal) from stopped
     except StateError as error:
         raise UserError(f"the model's results are not numbers any more ({error}); its weights may be damaged") from error
@@ -62,6 +59,17 @@ def follow(job: Job, console: Console, metrics_port: int | None = None, runner: 
         request.close()
         if metrics is not None:
             metrics.close()
+
+
+def _kept(job: Job, middle: int) -> str:
+    """What a run that was stopped leaves."""
+    if job.options.out is None:
+        return "stopped, nothing kept (no --out)"
+    done = sum(len(job.journal.outcomes.get(part.name, {})) for part in job.passes)
+    total = sum(len(part.items) for part in job.passes)
+    share = f"{done:,} of {total:,} documents" + (f" of {len(job.passes)} passes" if len(job.passes) > 1 else "")
+    begun = f", {middle} more in the middle" if middle else ""
+    return f"stopped, kept in {job.options.out}: {share}{begun}; to go on, run the same command again"
 
 
 class _Shown:

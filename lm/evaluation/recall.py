@@ -26,6 +26,8 @@ SYMBOLS = 64
 VALUES, NOISE, QUERY = SYMBOLS, 2 * SYMBOLS, 3 * SYMBOLS
 """Where their ids begin (keys begin at 0), and the id that announces a query."""
 CHANCE = 1 / SYMBOLS
+CALL_SEGMENTS = 8
+"""Segments of a call when samples are read to be asked."""
 
 
 def recall_tokenizer() -> WordTokenizer:
@@ -94,11 +96,16 @@ class RecallTask:
 
 @torch.no_grad()
 def correct(model: PMI, batch: TaskBatch) -> Tensor:
-    """Whether the likeliest token is the answer, for each query [b, queries]; the samples are read as sessions are."""
-    queries = int(batch.mask[0].sum())
-    first = int(batch.mask[0].nonzero()[0])
-    last = first + 3 * (queries - 1) + 1
-    tokens, targets = (x[:, :last].to(model.device) for x in (batch.tokens, batch.targets))
-    hidden, _ = model(tokens, model.initial_state(tokens.shape[0]))
-    found = model.head.logits(hidden[:, first::3]).argmax(-1)
-    return (found == targets[:, first::3]).cpu()
+    """Whether the likeliest token is the answer, for each query [b, queries]; the samples are read as sessions are.
+
+    In calls of a few segments with carried state: what is computed takes the same memory at every distance.
+    """
+    asked = batch.mask[0].nonzero().squeeze(-1)
+    t, end = model.config.segment, int(asked[-1]) + 1
+    base = int(asked[0]) // t * t  # the queries' segment is a call of its own
+    state = model.initial_state(batch.tokens.shape[0])
+    for first in range(0, base, CALL_SEGMENTS * t):
+        _, state = model(batch.tokens[:, first : min(first + CALL_SEGMENTS * t, base)].to(model.device), state)
+    hidden, _ = model(batch.tokens[:, base:end].to(model.device), state)
+    found = model.head.logits(hidden[:, (asked - base).to(model.device)]).argmax(-1)
+    return found.cpu() == batch.targets[:, asked]

@@ -61,9 +61,9 @@ def remarks(result: Result) -> list[str]:
         *(f"memory {name}: {meaning}; {protocol['streams'][name]}" for name, meaning in protocol["modes"].items()),
     ]
     found = next(iter(result.figures.values()))
-    if found.interval:
-        few = "; so few that it is a hint at most" if found.interval.units < FEW else ""
-        lines.append(f"95 %: bootstrap over {found.interval.units:,} {found.interval.over}{few}")
+    for units, over in dict.fromkeys((x.interval.units, x.interval.over) for x in result.figures.values() if x.interval):
+        few = "; so few that it is a hint at most" if units < FEW else ""
+        lines.append(f"95 %: bootstrap over {units:,} {over}{few}")
     if found.word_perplexity is not None:
         lines.append(f"word ppl: by {protocol['words_are']}")
     if protocol["unknown_rate"] is not None:
@@ -88,13 +88,16 @@ def _said(name: str, difference: dict[str, Any]) -> str:
         gap += (
             f" (95 % {difference['low']:+.5f} to {difference['high']:+.5f}, {difference['units']} {difference['over']} in pairs)"
         )
+    else:
+        gap += " (no interval: nothing to resample)"
     verdicts = {True: "worse", False: "better", None: "not surely different"}
     meaning = ""
     if difference["mode"] == "shuffled":
+        own = "its own part" if difference["over"] == "parts" else "its own document"
         meanings = {
-            True: ": the memory carries something of its own document",
+            True: f": the memory carries something of {own}",
             False: ", which no sound memory is: look for a fault",
-            None: ": this run does not show that the memory carries anything of its own document",
+            None: f": this run does not show that the memory carries anything of {own}",
         }
         meaning = meanings[difference["worse"]]
     return f"memory {name} against {difference['against']}: {gap}, {verdicts[difference['worse']]}{meaning}"

@@ -68,16 +68,19 @@ class Curriculum:
         return False
 
 
-def claim(out: Path, request: dict[str, Any]) -> None:
-    """Make `out` the folder of this request; UserError where it is another's."""
-    path = out / REQUEST
-    request = json.loads(json.dumps(request))
+def claim(out: Path, request: dict[str, Any], growing: dict[str, Any] | None = None) -> None:
+    """Make `out` the folder of this request; UserError where it is another's. What is in `growing` may be added later."""
+    path, growing = out / REQUEST, growing or {}
+    request = json.loads(json.dumps({**request, **growing}))
     if path.is_file():
         had = json.loads(path.read_text())
+        had = {**{key: request[key] for key in growing}, **had}
         other = [f"{key} {had.get(key)!r}, now {value!r}" for key, value in request.items() if had.get(key) != value]
         if other:
             raise UserError(f"{out}: is of a run with {'; '.join(other)}. Choose another --out, or the same settings to go on")
-        return
+        request = {**had, **request}
+        if not growing:
+            return
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(request, indent=2) + "\n").encode())
 

@@ -46,7 +46,8 @@ def sizes(model: PMI) -> tuple[int, int]:
     """Bytes of a snapshot's tensors: (memory, window)."""
     per_memory = sum(torch.Size(shape).numel() for shape in memory_shapes(model.config))
     window = 2 * model.config.layers * model.config.window * model.config.width
-    return 4 * per_memory * model.initial_memory.count, window * model.norm.weight.dtype.itemsize
+    kept = model.causal.dtype.itemsize  # of memory: float32 whatever the decoder computes in, but in a float64 model
+    return kept * per_memory * model.initial_memory.count, window * model.norm.weight.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from lm.cli import app
 from lm.commands import run
 from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
+from lm.data.words import WordTokenizer
 from lm.errors import UserError
 from lm.evaluation.babilong import Books, Maker, parse_length, read_questions, sentences
 from lm.evaluation.babilong_eval import Evaluation, generate, read_streams, spoken
@@ -252,6 +253,28 @@ def test_an_evaluation_goes_on_within_a_sample_and_gives_the_same_report(
     assert not (tmp_path / "cut" / "stream").exists()
 
 
+def test_tasks_of_other_facts_are_another_evaluation_and_further_tasks_are_the_same(
+    facts: Path, text: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    rng = np.random.default_rng(9)
+    (others / "qa1_test.txt").write_text("".join(story(rng) for _ in range(10)))
+    command = ["babilong", "eval", "--checkpoint", str(model), "--out", str(tmp_path / "out"), "--tasks"]
+    tasks = made(facts, text, tmp_path / "a", "--lengths", "0k", "--tasks", "qa1")
+    assert run(app, [*command, str(tasks)]) == 0
+    assert run(app, [*command, str(made(others, text, tmp_path / "b", "--lengths", "0k", "--tasks", "qa1"))]) == 2
+    assert "facts of qa1" in capsys.readouterr().err
+    made(facts, text, tasks, "--lengths", "0k", "--tasks", "qa2")  # added later
+    assert run(app, [*command, str(tasks)]) == 0
+    assert [row["task"] for row in json.loads((tmp_path / "out" / "report.json").read_text())["results"]] == ["qa1", "qa2"]
+    rng = np.random.default_rng(9)
+    (others / "qa1_test.txt").unlink()
+    (others / "qa2_test.txt").write_text("".join(story(rng) for _ in range(10)))
+    assert run(app, [*command, str(made(others, text, tmp_path / "c", "--lengths", "0k", "--tasks", "qa2"))]) == 2
+    assert "facts of qa2" in capsys.readouterr().err
+
+
 def test_an_answer_is_the_line_that_follows_and_must_match_exactly() -> None:
     tokenizer = ByteTokenizer()
     assert spoken(tokenizer, tokenizer.encode("garden\nand so on")) == "garden"
@@ -279,9 +302,12 @@ def test_tasks_of_another_tokenizer_are_refused(
     facts: Path, text: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = made(facts, text, tmp_path / "tasks", "--lengths", "0k")
-    (tasks / "tokenizer.json").write_text('{"kind": "words", "vocab_size": 3, "bos": 2}')
+    other = WordTokenizer.build(["Where is Mary <unk>\n"])
+    other.save(tasks)
     assert run(app, ["babilong", "eval", "--checkpoint", str(model), "--tasks", str(tasks)]) == 2
-    assert str(tasks) in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    mine = ByteTokenizer().fingerprint()
+    assert f"made with tokenizer {other.fingerprint()}, the model's is {mine}; make the tasks with" in told
 
 
 def test_training_batches_ask_for_the_answer_and_nothing_else(facts: Path, books: Books) -> None:

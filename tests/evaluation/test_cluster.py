@@ -1,20 +1,28 @@
 """`pmi eval --ray` on a real cluster: the same figures, and documents survive the loss of their worker."""
 
 import contextlib
+import io
+import json
 import os
 import signal
 import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import typer
+from rich.console import Console
 
+from lm.evaluation import cluster as cluster_module
+from lm.evaluation import progress
 from lm.evaluation.cluster import Cluster
 from lm.evaluation.corpus import open_corpus
 from lm.evaluation.job import Job, Listener, Options, Result
 from lm.model.pretrained import Checkpoint
+from tests.conftest import Pmi
 
 TASK = "ray::_read"
 """What Ray calls the process of one of our tasks."""
@@ -38,7 +46,7 @@ def test_a_cluster_gives_the_figures_of_one_process(checkpoint: Checkpoint, book
     assert together.leak_alarm.quiet
     deadline, wanted = (
         time.monotonic() + 20,
-        {"ray_pmi_eval_tokens_total", "ray_pmi_eval_documents_total", "ray_pmi_eval_failures"},
+        {f"ray_pmi_eval_{name}" for name in ("tokens_total", "documents_total", "failures", "tokens_per_second")},
     )
     missing = wanted
     while missing and time.monotonic() < deadline:
@@ -46,6 +54,61 @@ def test_a_cluster_gives_the_figures_of_one_process(checkpoint: Checkpoint, book
         missing = {name for name in wanted if f"{name}{{" not in scraped}
         time.sleep(0.5)
     assert not missing
+
+
+def test_the_gauge_of_failures_is_set_all_through_a_run(
+    checkpoint: Checkpoint, books: Path, ray_cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: list[float] = []
+    monkeypatch.setattr(cluster_module, "metrics", lambda: {"failures": SimpleNamespace(set=values.append)})
+    monkeypatch.setattr(cluster_module, "REPORT_EVERY", 0.05)
+    began = time.monotonic()
+    evaluate(checkpoint, books, Cluster())
+    assert values == [0] * len(values)
+    assert len(values) > 3  # the passes are two, and each has four tasks or more on two workers
+    assert len(values) < 100 + 20 * (time.monotonic() - began), "the loop waits"
+
+
+def test_an_interrupted_run_keeps_each_document_that_ended_and_says_how_many(
+    checkpoint: Checkpoint, tmp_path: Path, moby_dick: str, ray_cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "books").mkdir()
+    for number, length in enumerate((40_000, 400, 500, 600)):
+        (tmp_path / "books" / f"{number}.txt").write_text(moby_dick[:length])
+    corpus = open_corpus(tmp_path / "books", "test", checkpoint.tokenizer)
+    options = Options(["on"], lanes=2, call_tokens=32, out=tmp_path / "e")
+    journal = tmp_path / "e" / "journal.jsonl"
+
+    class Requested:  # Ctrl-C as soon as something is kept
+        signal = property(lambda self: 2 if journal.exists() else 0)
+        close = staticmethod(lambda: None)
+
+    monkeypatch.setattr(progress, "StopRequest", Requested)
+    monkeypatch.setattr(cluster_module, "TASKS_PER_WORKER", 1)
+    said = io.StringIO()
+    with pytest.raises(typer.Exit) as ended:  # all of the documents are one task's
+        progress.follow(Job(checkpoint, corpus, options), Console(file=said), None, Cluster(workers=1))
+    assert ended.value.exit_code == 130
+    kept = journal.read_text().count("\n")
+    assert 1 <= kept <= 3
+    assert f": {kept} of 4 documents; to go on" in said.getvalue().replace("\n", " ")
+    found = Job(checkpoint, corpus, options).journal.outcomes["on"]
+    assert len(found) == kept
+    alone = Job(checkpoint, open_corpus(tmp_path / "books", "test", checkpoint.tokenizer, ["1", "2", "3"]), Options())
+    alone.run()
+    nats = {outcome.name: outcome.nats for outcome in alone.outcomes("on")}
+    assert {x.name: x.nats for x in found.values()} == {x.name: pytest.approx(nats[x.name], rel=1e-5) for x in found.values()}
+
+
+def test_the_command_line_reads_on_a_cluster(pmi: Pmi, checkpoint_folder: Path, books: Path, ray_cluster: int) -> None:
+    call = ("eval", "--checkpoint", checkpoint_folder, "--data", books, "--json")
+    (code, alone, err), (ray_code, together, ray_err) = pmi(*call), pmi(*call, "--ray", "--workers", 2)
+    assert (code, ray_code) == (0, 0), err + ray_err
+    nats = [json.loads(out)["passes"]["on"]["nats"] for out in (alone, together)]
+    assert nats[0] == pytest.approx(nats[1], rel=1e-5)
+    code, _, err = pmi(*call, "--ray", "local", "--documents", "book5")
+    assert code == 0
+    assert "one carried stream cannot be split" in err
 
 
 def test_documents_lost_with_a_killed_worker_are_read_again(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch import Tensor
 
 from lm.data.tokenizer import ByteTokenizer
 from lm.data.words import WordTokenizer
-from lm.evaluation import alarm
+from lm.evaluation import alarm, journal
 from lm.evaluation.corpus import open_corpus
 from lm.evaluation.figures import RESAMPLES, difference, figures, interval
-from lm.evaluation.job import Job, Options
+from lm.evaluation.job import Job, Listener, Options
 from lm.evaluation.stream import Batch
 from lm.evaluation.tally import Outcome, Tally
 from lm.evaluation.variants import Mode
@@ -63,6 +64,21 @@ def test_the_report_names_every_figure_with_its_protocol(pmi: Pmi, checkpoint_fo
     assert (tmp_path / "e" / "by-position.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_memory_off_is_memory_on_of_which_nothing_is_read(checkpoint: Checkpoint, books: Path) -> None:
+    corpus = open_corpus(books, "test", checkpoint.tokenizer)
+    options = Options(["on", "off"], dtype="float64")
+    found = Job(checkpoint, corpus, options).run().figures
+    assert abs(found["on"].nats - found["off"].nats) > 1
+    zeroed = 0
+    with torch.no_grad():
+        for name, parameter in checkpoint.model.named_parameters():
+            if ".read.out" in name:
+                parameter.zero_()
+                zeroed += 1
+    assert zeroed
+    assert Job(checkpoint, corpus, replace(options, modes=["on"])).run().figures["on"].nats == pytest.approx(found["off"].nats)
+
+
 def test_another_segment_and_window_are_the_same_weights_read_otherwise(pmi: Pmi, checkpoint_folder: Path, books: Path) -> None:
     call = ("eval", "--checkpoint", checkpoint_folder, "--data", books, "--json")
     plain, long = json.loads(pmi(*call)[1]), json.loads(pmi(*call, "--segment", 16, "--window", 4)[1])
@@ -82,7 +98,23 @@ def test_one_document_is_shuffled_in_parts_against_carried_memory_in_the_same_pa
     assert {found["tokens"] for found in result["passes"].values()} == {len(moby_dick[:1100].encode())}
     assert result["differences"]["shuffled, 64 parts"]["units"] == 64
     assert result["differences"]["shuffled, 64 parts"]["over"] == "parts"
+    for found in result["passes"].values():
+        assert (found["documents"], found["interval"]["units"], found["interval"]["over"]) == (1, 64, "parts")
     assert json.loads(pmi(*call)[1])["passes"]["on"]["interval"]["over"] == "blocks"
+    said = pmi(*call[:-1], "--memory", "on,shuffled")[1]
+    for line in ("bootstrap over 100 blocks", "bootstrap over 64 parts", "each part reads the memory of the next one"):
+        assert line in said
+    assert "64 documents" not in said
+
+
+def test_a_single_segment_has_no_interval_and_the_report_says_why(pmi: Pmi, checkpoint_folder: Path, books: Path) -> None:
+    call = ("eval", "--checkpoint", checkpoint_folder, "--data", books, "--documents", "book2", "--memory", "on,off")
+    code, out, err = pmi(*call)
+    assert code == 0, err
+    assert out.count("no 95 % interval: the one document, of 8 tokens, is no longer than a segment of 8: ") == 1
+    assert "nats/token (no interval: nothing to resample), not surely different" in out
+    assert "no 95 % interval" in " ".join(json.loads(pmi(*call, "--json")[1])["notes"])
+    assert "no 95 % interval" not in pmi(*call[:5], "--documents", "book3")[1]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -113,6 +145,10 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     with journal.open("a") as file:
         file.write('{"pass": "on", "sec')  # a line that a crash cut short
     before = [json.loads(line) for line in journal.read_text().splitlines()[:-1]]
+    if how == signal.SIGINT:
+        ended = sum(row["outcome"] is not None for row in before)
+        middle = len(list((tmp_path / "e" / "open").iterdir()))
+        assert f"{ended} of 4 documents, {middle} more in the middle; to go on".encode() in b" ".join(err.split())
     code, _, err2 = pmi(*call)
     assert code == 0, err2
     assert "tokens were read before" in err2
@@ -129,6 +165,35 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     code, _, err3 = pmi(*call, "--memory", "off", "--segment", 16)
     assert code == 2
     assert "holds another evaluation (it differs in segment)" in err3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_document_in_the_middle_is_saved_while_it_is_read_and_goes_on_from_there(
+    checkpoint: Checkpoint, tmp_path: Path, moby_dick: str, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    (tmp_path / "one.txt").write_text(moby_dick[:2_000])
+    corpus = open_corpus(tmp_path / "one.txt", "test", checkpoint.tokenizer)
+    options = Options(dtype=dtype, call_tokens=64, out=tmp_path / "e")
+    read: list[int] = []
+
+    def dying(tokens: int) -> None:
+        read.append(tokens)
+        if sum(read) > 1_000:
+            raise KeyboardInterrupt  # as good as kill -9: nothing is saved on the way out
+
+    with pytest.raises(KeyboardInterrupt):
+        Job(checkpoint, corpus, replace(options, out=tmp_path / "later")).run(Listener(advanced=dying))
+    assert not (tmp_path / "later" / "open").exists(), "it was not yet time"
+    read.clear()
+    monkeypatch.setattr(journal, "SAVE_EVERY", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        Job(checkpoint, corpus, options).run(Listener(advanced=dying))
+    monkeypatch.undo()
+    before: list[int] = []
+    result = Job(checkpoint, corpus, options).run(Listener(started=lambda part, tokens: before.append(tokens)))
+    assert before == [sum(read[:-1])]
+    whole = Job(checkpoint, corpus, replace(options, out=None)).run()
+    assert result.figures["on"].nats == pytest.approx(whole.figures["on"].nats, rel=1e-9)
 
 
 def unmarked(self: Batch, row: int, at: int, tally: Tally, first: int, segments: int) -> None:
@@ -260,6 +325,14 @@ def test_partial_data_is_never_called_comparable_and_says_its_unknown_rate(pmi: 
     assert result["passes"]["on"]["word_perplexity"] == pytest.approx(result["passes"]["on"]["perplexity"])
     assert "NOT comparable" in out
     assert "unknown tokens:" in out
+    # what the whole of a public data set leaves in its manifest
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    assert manifest["partial"] is True
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({**manifest, "partial": False, "differences": []}))
+    code, out, err = pmi("eval", "--checkpoint", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "whole")
+    assert code == 0, err
+    assert result_of(tmp_path / "whole")["protocol"]["comparable"] is True
+    assert "comparable with published" not in out
     # the same text in articles: as many tokens, in more documents
     assert pmi("data", "prepare", "wikitext2", "--source", tmp_path, "--articles", "--out", tmp_path / "articles")[0] == 0
     code, out, err = pmi("eval", "--checkpoint", tmp_path / "model", "--data", tmp_path / "articles", "--json")

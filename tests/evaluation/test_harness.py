@@ -3,12 +3,14 @@
 import lzma
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from lm.config import configs_folder
+from lm.errors import UserError
 from lm.evaluation.corpus import open_corpus
 from lm.evaluation.job import Job, Options
 from lm.generation.sampling import Sampling
@@ -80,3 +82,13 @@ def test_what_greedy_decoding_generates_is_greedy_and_ends_at_the_stop_string(ch
     assert ended == text[: text.index(stop)]
     if "\ufffd" not in text:
         assert model.loglikelihood(requests("loglikelihood", [("The whale", text)]))[0][1]
+
+
+@pytest.mark.parametrize("memory", ["reset", "shuffled", "On", "true", "nonsense", "", 1, None])
+def test_a_memory_that_the_harness_model_does_not_know_is_refused(checkpoint_folder: Path, memory: Any) -> None:
+    from lm.evaluation.harness import PmiLM
+
+    with pytest.raises(UserError, match=f"memory={memory}: must be one of on, off, True, False"):
+        PmiLM(str(checkpoint_folder), memory)
+    kept = [PmiLM(str(checkpoint_folder), given).model.config.memory is not None for given in ("on", True, "off", False, "False")]
+    assert kept == [True, True, False, False, False]

@@ -55,6 +55,14 @@ def test_a_peer_is_measured_on_the_same_documents_with_the_same_report(pmi: Pmi,
             nats -= sum(float(logits[i - first, tokens[i + 1]]) for i in range(at, end))
     assert found["nats"] == pytest.approx(nats, rel=1e-5)
     assert "context 32, stride 8" in result["protocol"]["modes"]["none, stride 8"]
+    code, out, err = pmi(*call, "--documents", " book0, book5.txt ,")
+    assert code == 0, err
+    assert json.loads(out)["protocol"]["documents"] == 2
+    code, out, err = pmi(*call, "--documents", "book2")
+    (note,) = [line for line in json.loads(out)["notes"] if "interval" in line]
+    assert "no longer than a segment of 32" in note
+    code, _, err = pmi(*call, "--documents", ",")
+    assert (code, "names none" in err) == (2, True)
     code, _, err = pmi(*call, "--stride", 33)
     assert (code, "--stride 33: must be 1 to the context, 32" in err) == (2, True)
     code, _, err = pmi("eval-peer", "--model", books, "--data", books)

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,13 @@ from hypothesis import strategies as st
 
 from lm.cli import app
 from lm.commands import run
+from lm.config import load_model_config
 from lm.errors import UserError
-from lm.evaluation.recall import NOISE, QUERY, SYMBOLS, VALUES, RecallTask, recall_tokenizer
+from lm.evaluation.recall import NOISE, QUERY, SYMBOLS, VALUES, RecallTask, correct, recall_tokenizer
 from lm.evaluation.tasks_training import Curriculum
+from lm.model import PMI
 from lm.model.pretrained import from_pretrained
+from lm.model.proofs import draw_zeros
 
 ROOT = Path(__file__).parent.parent.parent
 BOS = recall_tokenizer().bos
@@ -84,6 +89,29 @@ def test_a_curriculum_waits_for_each_stage_and_ends_with_the_last() -> None:
     assert [plan.note(1.0) for _ in range(6)] == [False] * 5 + [True]
 
 
+@pytest.mark.parametrize(("distance", "queries"), [(1, 1), (8, 4), (9, 2), (40, 5)])
+def test_a_sample_of_any_distance_is_read_in_calls_of_a_few_segments_with_the_same_answers(
+    monkeypatch: pytest.MonkeyPatch, distance: int, queries: int
+) -> None:
+    torch.manual_seed(1)
+    small = ["segment=16", "window=16", f"vocab_size={recall_tokenizer().vocab_size}"]
+    model = draw_zeros(PMI(load_model_config("recall", small))).eval()
+    batch = RecallTask(16, 10, queries, distance).draw(3, np.random.default_rng(0), BOS)
+    with torch.no_grad():
+        hidden, _ = model(batch.tokens, model.initial_state(3))  # all at once
+        likeliest = model.head.logits(hidden).argmax(-1)
+    widths, forward = [], PMI.forward
+
+    def watched(self: PMI, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(PMI, "forward", watched)
+    assert correct(model, replace(batch, targets=likeliest)).tolist() == [[True] * queries] * 3
+    assert not correct(model, replace(batch, targets=likeliest + 1)).any()
+    assert max(widths) <= 8 * 16
+
+
 def accuracy(out: Path) -> dict[int, float]:
     return {row["distance"]: row["accuracy"] for row in json.loads((out / "report.json").read_text())["results"]}
 
@@ -94,7 +122,7 @@ def test_a_memory_learns_to_recall_farther_than_trained_and_a_window_does_not(tm
     on = accuracy(tmp_path / "on")
     assert on[4] > 0.8
     assert on[16] > 0.7
-    assert run(app, [*command, "--steps", "30", "--memory", "off", "--out", str(tmp_path / "off")]) == 0
+    assert run(app, [*command, "--steps", "110", "--memory", "off", "--out", str(tmp_path / "off")]) == 0
     off = accuracy(tmp_path / "off")
     assert off[4] < 0.08
     assert off[16] < 0.08
