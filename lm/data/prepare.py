@@ -134,6 +134,8 @@ def _prepared_anew(request: Request, say: Callable[[str], None]) -> Manifest:
         tokenizer = _tokenizer(request, original, staged, splits, work, say)
         (out / MANIFEST).unlink(missing_ok=True)  # with --force: from here on the folder is not whole
         tokenizer.save(out)
+        documents = [document for planned in splits.values() for document in planned]
+        say(f"tokenizing {len(documents):,} documents, {sum(document.bytes for document in documents) / 1e6:,.1f} MB")
         done_splits = write_shards(out, staged, splits, tokenizer, _processes(request))
         counts = _counts(request, original, tokenizer, done_splits)
         found = differences(original, sums, counts)
