@@ -187,8 +187,8 @@ def test_6_overload_is_refused_in_bounds_and_passes(cluster: Cluster) -> None:
     for code, _, body in results:
         if code != 200:
             assert body["error"]["code"] in ("overloaded", "service_overloaded")
-    # 192 refusals share the two cores with the work, so not quite as quick as when the service is just full
-    assert max(seconds for code, seconds, _ in results if code == 200) < 3 * full + 5
+    # the refusals share the cores with the work: four times the clients may cost all of it four times the time, no more
+    assert max(seconds for code, seconds, _ in results if code == 200) < 4 * full + 5
     with cluster.http() as http:
         for _ in range(5):
             assert ask(0)[0] == 200
