@@ -38,6 +38,34 @@ def mount(app: Commands) -> None:
     app.command("eval-peer", epilog="Example: pmi eval-peer --model runs/gpt2 --data runs/demo/data --context 128 --stride 64")(
         evaluate_peer
     )
+    app.command("eval-compare", epilog="Example: pmi eval-compare runs/eval-on runs/eval-off")(compare_evaluations)
+
+
+def compare_evaluations(
+    first: Annotated[Path, typer.Argument(help="A folder of `pmi eval --out`.")],
+    other: Annotated[Path, typer.Argument(help="Another, of the same documents.")],
+    memory: Annotated[
+        str, typer.Option(metavar="MODE[,MODE]", help="The pass of each that is compared; one for both, or two.")
+    ] = "on",
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Compare two evaluations of the same documents in pairs: which model is better, and whether that is sure."""
+    from lm.evaluation.compare import compare
+    from lm.evaluation.report import verdict
+
+    mine, _, its = memory.partition(",")
+    found = compare(first, other, (mine.strip(), its.strip() or mine.strip()))
+    if json_:
+        import json
+
+        stdout.print_json(json.dumps(found))
+        return
+    for side in ("first", "other"):
+        x = found[side]
+        line = f"{x['folder']} (memory {x['memory']}, model {x['model']}): {x['nats_per_token']:.5f} nats/token"
+        stdout.print(line, markup=False, highlight=False, soft_wrap=True)
+    line = f"{first} against {other}: {verdict(found['difference'])}"
+    stdout.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluate(

@@ -108,7 +108,7 @@ class Difference:
     @property
     def worse(self) -> bool | None:
         """Whether the first is surely worse (True), surely not (False); None: the interval holds 0, or there is none."""
-        if self.low is None or self.high is None or self.low <= 0 < self.high:
+        if self.low is None or self.high is None or self.low <= 0 <= self.high:
             return None
         return self.low > 0
 

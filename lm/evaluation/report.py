@@ -82,7 +82,8 @@ def remarks(result: Result) -> list[str]:
     return lines
 
 
-def _said(name: str, difference: dict[str, Any]) -> str:
+def verdict(difference: dict[str, Any]) -> str:
+    """A paired difference in words: how much, how sure, which way."""
     gap = f"{difference['nats_per_token']:+.5f} nats/token"
     if difference["low"] is not None:
         gap += (
@@ -91,6 +92,10 @@ def _said(name: str, difference: dict[str, Any]) -> str:
     else:
         gap += " (no interval: nothing to resample)"
     verdicts = {True: "worse", False: "better", None: "not surely different"}
+    return f"{gap}, {verdicts[difference['worse']]}"
+
+
+def _said(name: str, difference: dict[str, Any]) -> str:
     meaning = ""
     if difference["mode"] == "shuffled":
         own = "its own part" if difference["over"] == "parts" else "its own document"
@@ -100,7 +105,7 @@ def _said(name: str, difference: dict[str, Any]) -> str:
             None: f": this run does not show that the memory carries anything of {own}",
         }
         meaning = meanings[difference["worse"]]
-    return f"memory {name} against {difference['against']}: {gap}, {verdicts[difference['worse']]}{meaning}"
+    return f"memory {name} against {difference['against']}: {verdict(difference)}{meaning}"
 
 
 def paper_line(result: Result, name: str) -> str:

@@ -219,10 +219,10 @@ class Batch:
 
     def add_up(self, model: PMI, hidden: Tensor, watch: Watch) -> None:
         """Add the losses of the call to its documents; those at their end are given to `watch`."""
-        mask = self.tensor(self.mask, hidden.device)
-        nll = torch.zeros(self.mask.shape, dtype=torch.float64, device=hidden.device)
-        nll[mask] = losses(model, hidden[mask], self.tensor(self.targets, hidden.device)[mask])
-        values = nll.cpu().numpy()
+        # row by row, padding too: scores of one shape whatever else is read beside, so that their bits do not depend on it
+        rows = zip(hidden, self.tensor(self.targets, hidden.device), strict=True)
+        values = np.stack([losses(model, features, targets).cpu().numpy() for features, targets in rows])
+        values[~self.mask] = 0
         sums = values.reshape(*self.starts.shape, self.t).sum(-1)
         advanced = 0
         for span in self.spans:

@@ -400,3 +400,53 @@ def test_prepared_data_of_another_tokenizer_or_with_a_missing_or_changed_shard_i
     shard.unlink()
     code, _, err = pmi(*call)
     assert (code, "missing, the manifest names it" in err) == (2, True)
+
+
+def test_two_models_are_compared_document_by_document(pmi: Pmi, checkpoint_folder: Path, books: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    torch.manual_seed(7)
+    save_pretrained(PMI(make_model().config), ByteTokenizer(), other)
+    for folder, name in ((checkpoint_folder, "a"), (other, "b")):
+        code, _, err = pmi("eval", "--checkpoint", folder, "--data", books, "--out", tmp_path / name)
+        assert code == 0, err
+    code, out, err = pmi("eval-compare", tmp_path / "a", tmp_path / "b", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    a, b = (result_of(tmp_path / name)["passes"]["on"]["nats_per_token"] for name in ("a", "b"))
+    gap = found["difference"]
+    assert gap["nats_per_token"] == pytest.approx(a - b, abs=1e-12)
+    assert gap["low"] < a - b < gap["high"]
+    assert gap["units"] == 7
+    code, out, _ = pmi("eval-compare", tmp_path / "a", tmp_path / "a")
+    assert code == 0
+    assert "+0.00000 nats/token" in out
+    assert "not surely different" in out
+
+
+def test_evaluations_of_other_documents_are_not_compared(pmi: Pmi, checkpoint_folder: Path, books: Path, tmp_path: Path) -> None:
+    some = ",".join(sorted(path.stem for path in books.iterdir())[:3])
+    for name, options in (("all", []), ("some", ["--documents", some])):
+        code, _, err = pmi("eval", "--checkpoint", checkpoint_folder, "--data", books, *options, "--out", tmp_path / name)
+        assert code == 0, err
+    code, _, err = pmi("eval-compare", tmp_path / "all", tmp_path / "some")
+    assert code == 2
+    assert "different documents" in err
+    code, _, err = pmi("eval-compare", tmp_path / "all", tmp_path / "all", "--memory", "on,reset")
+    assert code == 2
+    assert "no pass 'reset', only on" in err
+    code, _, err = pmi("eval-compare", tmp_path / "all", tmp_path)
+    assert code == 2
+    assert "is no folder of `pmi eval --out`" in err
+
+
+def test_the_alarm_is_quiet_where_a_first_segment_is_a_single_token(pmi: Pmi, tmp_path: Path) -> None:
+    """Scores of one row are summed otherwise than those of two: the company that a document is read in must not show."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, size in enumerate((1, 1, 300)):
+        (texts / f"{number}.txt").write_text("z" * size)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        save_pretrained(PMI(make_model().config), ByteTokenizer(), tmp_path / f"model{seed}")
+        code, _, err = pmi("eval", "--checkpoint", tmp_path / f"model{seed}", "--data", texts, "--memory", "on,reset")
+        assert code == 0, err
