@@ -61,6 +61,13 @@ def recognise(template: ChatTemplate, messages: Sequence[Message], past: Past, f
                 "is known to have; send only the new messages, or all of them unchanged, or roll the session back",
                 "messages",
             )  # fmt: skip
+        elif pairs[0][0] in ("system", "developer"):
+            raise ApiError(
+                409, "history_mismatch",
+                f"the messages begin with one of the {pairs[0][0]}, as a whole conversation does, but they are not the {held} "
+                "messages that this session is known to have; send only the new messages, or all of them with the answers",
+                "messages",
+            )  # fmt: skip
     text = "".join(template.message.replace("{role}", role).replace("{content}", content) for role, content in pairs)
     text += template.answer
     if past.answer is not None:

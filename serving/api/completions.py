@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from serving.api import schemas
 from serving.api.errors import ApiError, as_api_error
 from serving.api.http import EventStream, attended, event
-from serving.api.plan import Plan
 from serving.api.schemas import ChatRequest, CompletionRequest, ModelList, ModelObject, Name
 from serving.api.service import Caller, Service
 from serving.api.turns import Piece, Turn, aside
@@ -64,8 +63,9 @@ def routes(service: Service) -> APIRouter:
     ) -> Response:
         """Continue a text; with a session, append to its memory and go on from there."""
         caller = service.caller(request, idempotency_key)
-        turns = await attended(request, service.complete(caller, body, x_session_id))
-        return await answer(service, caller, turns, bool(body.stream), _usage_wanted(body))
+        async with service.refusals(caller):
+            turns = await attended(request, service.complete(caller, body, x_session_id))
+            return await answer(service, caller, turns, bool(body.stream), _usage_wanted(body))
 
     @router.post("/v1/chat/completions", tags=["completions"], response_model=schemas.ChatCompletion, responses={200: STREAM})
     async def chat(
@@ -73,8 +73,9 @@ def routes(service: Service) -> APIRouter:
     ) -> Response:
         """Answer messages; with a session, those that it has not yet had."""
         caller = service.caller(request, idempotency_key)
-        turns = await attended(request, service.chat(caller, body, x_session_id))
-        return await answer(service, caller, turns, bool(body.stream), _usage_wanted(body))
+        async with service.refusals(caller):
+            turns = await attended(request, service.chat(caller, body, x_session_id))
+            return await answer(service, caller, turns, bool(body.stream), _usage_wanted(body))
 
     @router.get("/v1/streams/{id}", tags=["completions"], response_class=StreamingResponse, responses={200: STREAM})
     async def resume(
@@ -89,10 +90,10 @@ def routes(service: Service) -> APIRouter:
                 raise ApiError(400, "invalid_value", f"Last-Event-ID {last_event_id!r}: must be {id}:N", "Last-Event-ID")
             at = int(number)
         response = await aside(service.store.response, caller.tenant, id)
-        plan = Plan.of(response)
-        if plan.model not in service.models:
+        turn = service.turns.resume(response, at)
+        if turn.model not in service.models:
             raise ApiError(409, "response_closed", f"response {id!r} cannot go on: its model is not served any more")
-        turn = Turn(id, plan.model, service.turns.follow(caller.tenant, id, at), plan, response.session, True, True)
+        await service.admit(caller, turn.left)
         return await answer(service, caller, [service.noted(turn, caller)], True, True)
 
     return router

@@ -54,6 +54,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.code, self.message, self.param, self.more = status, code, message, param, more
         self.retry = RETRY.get(code) if retry is None else retry
+        self.final = False
+        """OpenAI's clients are told not to try again by themselves."""
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
@@ -64,6 +66,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """What stands beside it."""
         found = {} if self.retry is None else {"Retry-After": str(max(1, math.ceil(self.retry)))}
+        found |= {"x-should-retry": "false"} if self.final else {}
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 

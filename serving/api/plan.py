@@ -7,7 +7,7 @@ A turn starts at position `turn` of its session, reads the prompt (BOS before it
 import base64
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from lm.data.tokenizer import Tokenizer
@@ -51,7 +51,9 @@ class Plan:
     def parameters(self) -> dict[str, Any]:
         """As JSON values."""
         packed = base64.b64encode(struct.pack(f"<{len(self.prompt)}i", *self.prompt)).decode()
-        return {**asdict(self), "prompt": packed, "sampling": asdict(self.sampling), "chat": dict(self.chat)}
+        # not asdict of the whole: it would copy a prompt of a million ids one by one
+        plain = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {**plain, "prompt": packed, "sampling": asdict(self.sampling), "chat": dict(self.chat)}
 
     @classmethod
     def of(cls, response: Response) -> "Plan":
@@ -87,7 +89,7 @@ def continuation(response: Response, session: Session | None) -> Request | None:
         return None
     if session.version == plan.version and not ids:
         return whole
-    if session.turn != plan.turn:
+    if session.turn != plan.turn or (not ids and not _read(session, plan)):
         return None
     rest = replace(whole, expected_version=session.version, turn=False)
     if session.position == plan.start + len(ids):
@@ -95,6 +97,14 @@ def continuation(response: Response, session: Session | None) -> Request | None:
     if plan.turn < session.position < plan.start and not ids:
         return replace(rest, prompt=plan.prompt[session.position - plan.turn - (plan.turn == 0) :])
     return None
+
+
+def _read(session: Session, plan: Plan) -> bool:
+    """Whether what the session has read since the turn's start is of this turn's prompt: another may have started there too."""
+    applied = plan.prompt[: max(0, session.position - plan.turn - (plan.turn == 0))]
+    known = (*session.recent, *session.tail)
+    count = min(len(applied), len(known))
+    return known[len(known) - count :] == applied[len(applied) - count :]
 
 
 class Text:

@@ -4,8 +4,8 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from lm.generation.sampling import Sampling
 from serving.api.chat import Delta, Past, recognise
 from serving.api.errors import ApiError, as_api_error
+from serving.api.http import ClientGoneError
 from serving.api.plan import Plan
 from serving.api.schemas import AppendRequest, ChatRequest, CompletionRequest, Generation
 from serving.api.turns import Attempt, Piece, Served, Turn, Turns, aside
@@ -22,6 +23,7 @@ from serving.config import Limits, ServeConfig
 from serving.limits import Limiter
 from serving.metrics import Metrics
 from serving.sessions.base import BaseStore
+from serving.sessions.errors import BusyError, StoreError
 from serving.sessions.store import LOCAL, Session
 
 LAST_SECONDS = 2.0
@@ -30,7 +32,7 @@ LONG_TEXT = 100_000
 """Characters from which on a text is tokenised in a thread."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Caller:
     """Who asks, and how."""
 
@@ -39,6 +41,8 @@ class Caller:
     request: Request
     key: str | None = None
     retry: bool = False
+    asks: tuple[Session, Attempt] | None = None
+    """A turn of this session, once that is known."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -123,6 +127,12 @@ class Service:
         count = len(prompts) * (body.n or 1)
         if count > 16:
             raise ApiError(400, "invalid_value", f"{len(prompts)} prompts with n={body.n}: at most 16 answers", "n")
+        if session is not None and count != 1:
+            raise ApiError(
+                400, "invalid_value", f"{len(prompts)} prompts: a turn of a session has one; fork it for more", "prompt"
+            )
+        if caller.key is not None and count != 1:
+            raise ApiError(400, "invalid_value", f"Idempotency-Key with {count} answers: only one can be kept", "Idempotency-Key")
         ids = [await self.encode(served, prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
         plans = [self._plan("completion", served, x, body, body.max_tokens, session, caller) for x in ids]
         return await self._start(caller, body, plans, session, body.logprobs, body.n or 1)
@@ -145,6 +155,10 @@ class Service:
                     past = Past(chat["count"], chat["digest"], text, stopped)
         delta = recognise(template, body.messages, past, session is None or not session.position)
         ids = await self.encode(served, delta.text)
+        if caller.key is not None and (body.n or 1) != 1:
+            raise ApiError(
+                400, "invalid_value", f"Idempotency-Key with n={body.n}: only one answer can be kept", "Idempotency-Key"
+            )
         tokens = body.max_completion_tokens or body.max_tokens
         plan = self._plan("chat", served, ids, body, tokens, session, caller, tuple(template.stop), delta)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -170,18 +184,40 @@ class Service:
         """The turn that this request has started before. If there is none, its session must be at the version it expects."""
         if session is None:
             return None
-        found = None
+        found, attempt = None, self._attempt(caller, body, kind, session)
         if caller.key is not None or caller.retry:
-            found = await aside(self.turns.known, session, self._attempt(caller, body, kind, session))
+            found = await aside(self.turns.known, session, attempt)
         if found is not None:
-            return self.noted(self.turns.join(found), caller)
+            turn = self.turns.join(found)
+            await self.admit(caller, turn.left)
+            return self.noted(turn, caller)
+        caller.asks = session, attempt
         if version is not None and version != session.version:
             raise ApiError(
                 409, "version_conflict",
                 f"session {session.id!r}: version {version} was expected, it is at {session.version}; read it again",
                 "expected_version", version=session.version,
             )  # fmt: skip
+        if session.owner is not None:  # said at once: the engine would say it too, but only when a lane is free
+            raise BusyError(f"session {session.id!r} is busy with another request; try again when it has ended", 1.0)
         return None
+
+    @asynccontextmanager
+    async def refusals(self, caller: Caller) -> AsyncIterator[None]:
+        """Where a refused turn repeats the text of one that was made shortly before, OpenAI's client must not send it again by
+        itself: as a retry it could not be told from one of that turn, and would get its answer."""
+        try:
+            yield
+        except Exception as error:
+            if caller.asks is None or caller.key is not None or isinstance(error, ClientGoneError):
+                raise
+            problem = as_api_error(error)
+            if problem.code == "internal_error":
+                raise
+            with suppress(StoreError):
+                found = await aside(self.turns.known, *caller.asks)
+                problem.final = found is not None and found.id != caller.facts.get("response")
+            raise problem from error
 
     def noted(self, turn: Turn, caller: Caller) -> Turn:
         caller.facts["response"] = turn.id
@@ -231,11 +267,14 @@ class Service:
         if session is not None:
             await self.check_room(caller)
         if len(plans) * n == 1:
-            turns = [await self.turns.start(plans[0], session, attempt, bool(body.stream), logprobs=logprobs)]
+            turn = await self.turns.start(plans[0], session, attempt, bool(body.stream), logprobs=logprobs)
+            turns = [turn]
+            if turn.joined and caller.limits.tokens_per_minute is not None:
+                charged = len(plans[0].prompt) + plans[0].tokens
+                await self.limiter.give_back(caller.tenant, caller.limits, charged - turn.left)
         else:
-            plain = replace(attempt, key=None)
             turns = [
-                await self.turns.start(plan, None, plain, False, logprobs=logprobs, choice=choice)
+                await self.turns.start(plan, None, attempt, False, logprobs=logprobs, choice=choice)
                 for plan in plans
                 for choice in range(n)
             ]
@@ -311,12 +350,12 @@ class Service:
     async def _counted(self, turn: Turn, caller: Caller) -> AsyncGenerator[Piece]:
         """A turn's pieces, with their times and numbers noted."""
         info = self.models[turn.model].client.info
-        last, count, finished = 0.0, 0, False
+        last, count, finished = 0.0, turn.had, False
         try:
             async with aclosing(turn.pieces) as pieces:
                 async for piece in pieces:
                     now = time.perf_counter()
-                    if piece.ids and not count:
+                    if piece.ids and not last:
                         self.metrics("pmi_first_token_seconds", now - caller.request.state.began, model=info.name)
                     elif piece.count > count:
                         self.metrics("pmi_token_seconds", (now - last) / (piece.count - count), model=info.name)
@@ -328,10 +367,11 @@ class Service:
             raise
         finally:
             caller.facts.update(tokens_in=len(turn.plan.prompt), tokens_out=count, finished=finished)
-            self.metrics("pmi_tokens_out", count, tenant=caller.tenant, model=info.name)
+            made = count - turn.had
+            self.metrics("pmi_tokens_out", made, tenant=caller.tenant, model=info.name)
             if not turn.joined:
                 self.metrics("pmi_tokens_in", len(turn.plan.prompt), tenant=caller.tenant, model=info.name)
-            unused = turn.plan.tokens - count
+            unused = turn.left - made
             if unused > 0 and caller.limits.tokens_per_minute is not None:
                 await self.limiter.give_back(caller.tenant, caller.limits, unused)
 

@@ -18,10 +18,10 @@ from lm.data.tokenizer import Tokenizer
 from serving.api.engines import EngineClient
 from serving.api.errors import ApiError
 from serving.api.plan import Plan, Text, answer, continuation, place
-from serving.engine import EngineStoppedError, QueueFullError, Usage
+from serving.engine import EngineStoppedError, QueueFullError, Request, Usage
 from serving.engine.request import Logprobs
 from serving.sessions.base import BaseStore
-from serving.sessions.errors import BusyError, ConflictError, InvalidError, NotFoundError
+from serving.sessions.errors import BusyError, ConflictError, InvalidError, NotFoundError, StoreError
 from serving.sessions.store import Response, Session
 
 Result = TypeVar("Result")
@@ -31,8 +31,8 @@ GRACE = 10.0
 """Seconds after which a response that nobody has begun is taken over."""
 PATIENCE = 30.0
 """Seconds without any progress after which a stream gives up looking for a living engine."""
-RETRY_UNFINISHED, RETRY_FINISHED = 600.0, 60.0
-"""How old the newest response of a session may be for a retry without a key to be joined to it."""
+RETRY_INTERRUPTED, RETRY_FINISHED = 600.0, 60.0
+"""For how long after its end a response may be what a retry without a key asks for again. While it runs, always."""
 LOOK_BACK = 16
 """Responses among which the one that a session ends with is looked for."""
 NOTHING_APPLIED = (BusyError, ConflictError, NotFoundError, InvalidError, QueueFullError)
@@ -103,6 +103,10 @@ class Turn:
     resumable: bool
     joined: bool = False
     """It had been started by an earlier request."""
+    had: int = 0
+    """Tokens that the response had before this request."""
+    left: int = 0
+    """Most tokens that may still be made."""
 
 
 def new_id(prefix: str, key: str | None = None) -> str:
@@ -132,32 +136,40 @@ class Turns:
         )  # fmt: skip
         if not (record or session is not None or attempt.key is not None):
             pieces = self._generate(plan, attempt.tenant, None, None, **options)
-            return Turn(fresh.id, plan.model, pieces, plan, None, resumable=False)
+            return Turn(fresh.id, plan.model, pieces, plan, None, resumable=False, left=plan.tokens)
         found, new = await aside(self.store.begin, fresh)
         if not new:
             return self.join(found)
-        return Turn(found.id, plan.model, self._new(plan, found, **options), plan, found.session, resumable=True)
+        pieces = self._new(plan, found, **options)
+        return Turn(found.id, plan.model, pieces, plan, found.session, resumable=True, left=plan.tokens)
 
     def known(self, session: Session, attempt: Attempt) -> Response | None:
         """The response of an earlier request that this one repeats: by its key, or as the retry that the client says it is."""
         ids = self._ids(session)
         if attempt.key is not None:
             ids = [id for id in ids if id.endswith(_mark_of(attempt.key))]
-        found = self._load(session, ids[0]) if ids else None
-        if found is None or found.request != attempt.digest or found.key != attempt.key:
-            return None
-        if attempt.key is None:
-            age = RETRY_FINISHED if found.status == "done" else RETRY_UNFINISHED
-            if time.time() - found.created > age:
-                return None
-        return found
+        for id in ids[:LOOK_BACK]:
+            found = self._load(session, id)
+            if found is None or found.request != attempt.digest or found.key != attempt.key:
+                continue
+            if attempt.key is None and found.status != "running":
+                age = RETRY_FINISHED if found.status == "done" else RETRY_INTERRUPTED
+                if time.time() - found.updated > age:
+                    continue
+            return found
+        return None
 
     def join(self, response: Response) -> Turn:
-        """A turn that has been started before, from its beginning."""
+        """A turn that an earlier request has started, from its beginning."""
         self.note("pmi_joined")
-        plan = Plan.of(response)
-        pieces = self.follow(response.tenant, response.id, 0)
-        return Turn(response.id, plan.model, pieces, plan, response.session, True, True)
+        return self.resume(response, 0)
+
+    def resume(self, response: Response, at: int) -> Turn:
+        """A turn behind its token `at`."""
+        plan, had = Plan.of(response), len(response.ids)
+        left = 0 if response.status == "done" else plan.tokens - had
+        pieces = self.follow(response.tenant, response.id, at)
+        return Turn(response.id, plan.model, pieces, plan, response.session, True, True, had, left)
 
     def _ids(self, session: Session) -> list[str]:
         """A session's responses, newest first."""
@@ -184,36 +196,66 @@ class Turns:
 
     async def _new(self, plan: Plan, response: Response, **options: Any) -> AsyncGenerator[Piece]:
         """A turn that has just been registered. If nothing of it could be applied, its key is free again."""
-        count = 0
+        count, over = 0, False
         try:
             generated = self._generate(plan, response.tenant, response.session, response.id, **options)
             async with contextlib.aclosing(generated) as pieces:
                 async for piece in pieces:
                     count = piece.count
                     yield piece
+            over = True
             return
         except (EngineLostError, EngineStoppedError):
+            over = True
             self.note("pmi_failovers")
-        except NOTHING_APPLIED:
+        except (ApiError, StoreError, QueueFullError) as error:
+            over = True
             if count:
                 raise
-            if not await aside(self._begun, response, plan):
+            taken = isinstance(error, BusyError | ConflictError) and time.time() - response.created > GRACE
+            if not taken and not await aside(self._begun, response, plan):
                 await aside(self.store.drop_response, response.tenant, response.id)
                 raise
+            if not isinstance(error, NOTHING_APPLIED):
+                raise
+        finally:
+            if not over and not count:  # the reader has left before the first token: if it was waiting for a lane, forget it
+                asyncio.get_running_loop().run_in_executor(None, self._abandon, response, plan)
         async with contextlib.aclosing(self.follow(response.tenant, response.id, count)) as pieces:
             async for piece in pieces:
                 yield piece
 
     def _begun(self, response: Response, plan: Plan) -> bool:
-        """Whether another request works on this response already."""
-        if time.time() - response.created > GRACE:
-            return True
-        with contextlib.suppress(NotFoundError):
-            return response.session is not None and (
-                self.store.get(response.tenant, response.session).turn == plan.turn
-                and len(self.store.response(response.tenant, response.id).ids) > 0
-            )
-        return False
+        """Whether anything of this response has been applied."""
+        try:
+            if self.store.response(response.tenant, response.id).ids:
+                return True
+            if response.session is None:
+                return False
+            session = self.store.get(response.tenant, response.session)
+        except NotFoundError:
+            return False
+        return session.version != plan.version and self._left(response, session) is not None
+
+    def _abandon(self, response: Response, plan: Plan) -> None:
+        with contextlib.suppress(StoreError):
+            if not self._begun(response, plan):
+                self.store.drop_response(response.tenant, response.id)
+
+    def _left(self, response: Response, session: Session) -> Request | None:
+        """What is left of a session's response; None where it cannot go on."""
+        request = continuation(response, session)
+        plan = Plan.of(response)
+        if request is None or response.ids or session.version == plan.version:
+            return request
+        # nothing of it is written yet, but the session has moved: it is not ours if another response has been applied there
+        for id in self._ids(session)[:LOOK_BACK]:
+            other = self._load(session, id) if id != response.id else None
+            if other is not None and (other.ids or other.status == "done"):
+                theirs = Plan.of(other)
+                if (theirs.turn, theirs.stream) == (plan.turn, plan.stream):
+                    return None
+        return request
 
     async def _generate(
         self, plan: Plan, tenant: str, session: str | None, response: str | None, **options: Any
@@ -236,9 +278,10 @@ class Turns:
         """A response from token `at` on: what is stored, then the rest. ApiError where it cannot go on."""
         count, seen, since = at, -1, time.monotonic()
         text: Text | None = None
+        plan: Plan | None = None
         while True:
             response = await aside(self.store.response, tenant, id)
-            plan = Plan.of(response)
+            plan = plan or Plan.of(response)
             served = self.models.get(plan.model)
             if served is None:
                 raise _closed(response, "its model is not served any more")
@@ -258,7 +301,7 @@ class Turns:
                 yield Piece(written, count, _usage(plan, count), new)
             if count != seen:
                 seen, since = count, time.monotonic()
-            request = await aside(self._takeover, response, since)
+            request = await aside(self._takeover, response, plan, since)
             if request is not None:
                 text = None  # from here on the engine makes it
                 try:
@@ -277,7 +320,7 @@ class Turns:
                         raise ApiError(503, "engine_lost", f"no engine answers ({error}); resume the response later") from error
             await asyncio.sleep(POLL)
 
-    def _takeover(self, response: Response, since: float) -> Any:
+    def _takeover(self, response: Response, plan: Plan, since: float) -> Request | None:
         """What is left to do, if nobody does it."""
         session = None
         if response.session is not None:
@@ -287,13 +330,13 @@ class Turns:
                 raise _closed(response, "its session is gone") from error
             if session.owner is not None:
                 return None
-        request = continuation(response, session)
+        request = continuation(response, None) if session is None else self._left(response, session)
         if request is None:
             if response.status == "running" and time.monotonic() - since < 2 * self.lease:
                 return None  # perhaps only read between two writes
             raise _closed(response, "its session has gone on with another turn")
         if response.status == "running":
-            begun = session is not None and session.version != Plan.of(response).version
+            begun = session is not None and session.version != plan.version
             patience = self.lease if begun or session is None else GRACE
             # under a lease, an owner that is gone is dead; before, it may be waiting for a lane
             if not (begun and session is not None) and time.monotonic() - since < patience:

@@ -17,10 +17,10 @@ IDS = st.lists(st.integers(0, 255), max_size=12).map(tuple)
 SETTINGS = Settings("model", "tokenizer", 8)
 
 
-def session(position: int, turn: int, version: int, stream: int = 7) -> Session:
-    return Session(
-        "t", "s", SETTINGS, version, position, turn, 0, None, (), (1,) * min(position, 8), (), stream, None, 0, 0, None, 0, None
-    )
+def session(position: int, turn: int, version: int, stream: int = 7, read: tuple = ()) -> Session:
+    """`read`: the last ids; before them stands something else."""
+    known = ((999,) * 4 + read)[-max(1, min(position, 300)) :] if position else ()
+    return Session("t", "s", SETTINGS, version, position, turn, 0, None, (), known, (), stream, None, 0, 0, None, 0, None)
 
 
 @given(before=st.integers(0, 40), prompt=IDS, made=IDS, more=st.integers(1, 5), data=st.data())
@@ -34,7 +34,7 @@ def test_what_was_applied_and_what_is_left_make_the_whole(before: int, prompt: t
     ids = made[: max(0, applied - read)]
     response = Response("t", "r", "s", None, "", plan.parameters(), plan.start, ids)
     assert Plan.of(response) == plan
-    now = session(before + applied, before if applied else 0, 3 + (applied > 0))
+    now = session(before + applied, before if applied else 0, 3 + (applied > 0), read=tuple(whole[:applied]))
     request = continuation(response, now)
     assert request is not None
     rest = list(request.prompt)
@@ -58,6 +58,19 @@ def test_a_session_that_has_gone_on_otherwise_is_left_alone(prompt: tuple, made:
     assert continuation(response, None) is None
 
 
+@given(mine=IDS, theirs=IDS, before=st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_a_turn_that_was_not_applied_is_not_put_behind_another_that_started_there(
+    mine: tuple, theirs: tuple, before: int
+) -> None:
+    """Two turns from one position: the session has read the other's ids, so nothing of this one may follow them."""
+    plan = place(Plan("completion", "model", mine, 5, Sampling()), session(before, 0, 3))
+    response = Response("t", "r", "s", None, "", plan.parameters(), plan.start)
+    request = continuation(response, session(before + len(theirs), before, 5, read=theirs))
+    if theirs != mine[: len(theirs)]:
+        assert request is None
+
+
 @given(text=st.text(max_size=20), stop=st.sampled_from([(), ("ab",), ("é", "\n")]), cut=st.integers(0, 80))
 @settings(max_examples=200, deadline=None)
 def test_text_is_the_same_wherever_it_is_taken_up(text: str, stop: tuple, cut: int) -> None:
@@ -79,6 +92,7 @@ MESSAGES = st.lists(st.tuples(st.sampled_from(["user", "system"]), st.text(max_s
 def test_a_resent_history_adds_what_the_new_messages_alone_add(old: list, reply: str, new: list, edit: bool) -> None:
     template = ChatTemplate()
     past = Past(len(old), chained("", old), reply)
+    new = [("user", "first"), *new]
 
     def messages(pairs: list) -> list[Message]:
         return [Message(role=role, content=content) for role, content in pairs]
@@ -89,4 +103,7 @@ def test_a_resent_history_adds_what_the_new_messages_alone_add(old: list, reply:
     other = [*old, ("assistant", reply + "!"), *new] if edit else [("user", "other"), *old, ("assistant", reply), *new]
     with pytest.raises(ApiError) as error:
         recognise(template, messages(other), past, fresh=False)
+    assert (error.value.status, error.value.code) == (409, "history_mismatch")
+    with pytest.raises(ApiError) as error:  # what begins as a conversation does, and is not this one
+        recognise(template, messages([("system", "be"), *new]), past, fresh=False)
     assert (error.value.status, error.value.code) == (409, "history_mismatch")

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 
+from serving.api.turns import Attempt
 from tests.serving.api.conftest import GREEDY, Running, Serve, read_events
 from tests.serving.engine.conftest import checkpoint, greedy
 from tests.serving.sessions.conftest import LocalRedis, redis_server  # noqa: F401
@@ -213,6 +215,98 @@ def test_a_busy_session_is_a_409_with_retry_after_and_nothing_is_lost(running: R
             assert result.json()["error"]["code"] in ("session_busy", "version_conflict")
             assert result.json()["error"]["code"] != "session_busy" or int(result.headers["Retry-After"]) >= 1
     assert session(running)["position"] == 1 + codes.count(200) * 209
+
+
+def test_a_busy_session_is_told_so_before_there_is_a_lane(serve: Serve) -> None:
+    running = serve(engine={"lanes": 1, "queue": 8, "threads": None, "lease": 1.0})
+    make(running)
+    with running.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
+    ) as response:  # fmt: skip
+        events = read_events(response)
+        next(events)
+        began = time.monotonic()
+        refused = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_busy")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert time.monotonic() - began < 1
+
+
+def test_a_refused_turn_is_not_mistaken_for_the_one_before_with_the_same_text(running: Running) -> None:
+    """OpenAI's client sends a refused request again by itself; the earlier turn's answer must not be taken for this one's."""
+    make(running)
+    client = running.client(max_retries=2)
+    ask = ASK | {"max_tokens": 4}
+    client.completions.create(**ask, extra_body={"session_id": "ada", "expected_version": 1})
+    position = session(running)["position"]
+    with pytest.raises(openai.ConflictError) as error:
+        client.completions.create(**ask, extra_body={"session_id": "ada", "expected_version": 1})
+    assert error.value.code == "version_conflict"
+    assert error.value.response.headers["x-should-retry"] == "false"
+    assert session(running)["position"] == position
+    with pytest.raises(openai.ConflictError) as error:  # another text: trying again is the client's own affair
+        client.completions.create(**ask | {"prompt": "x"}, extra_body={"session_id": "ada", "expected_version": 1})
+    assert "x-should-retry" not in error.value.response.headers
+
+
+@pytest.mark.parametrize("status", ["done", "interrupted"])
+def test_the_retry_of_a_long_turn_is_joined_by_when_it_ended(running: Running, status: str, monkeypatch) -> None:
+    make(running)
+    body = ASK | {"session_id": "ada"}
+    running.http().post("/v1/completions", json=body).raise_for_status()
+    position = session(running)["position"]
+    real = running.service.store.response
+
+    def long_ago(tenant: str, id: str):
+        return replace(real(tenant, id), created=time.time() - 5000, status=status)
+
+    monkeypatch.setattr(running.service.store, "response", long_ago)
+    found = running.service.turns.known(
+        running.service.store.get("local", "ada"), Attempt("local", real("local", newest(running)).request, None, True)
+    )
+    assert found is not None
+    assert session(running)["position"] == position
+
+
+def newest(running: Running) -> str:
+    return max(running.service.store.response_ids("local", "ada"))
+
+
+def test_a_retry_is_joined_although_another_turn_came_between(running: Running) -> None:
+    make(running)
+    first = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"}).json()
+    running.http().post("/v1/completions", json=ASK | {"session_id": "ada", "prompt": "other"}).raise_for_status()
+    position = session(running)["position"]
+    again = running.http().post("/v1/completions", json=ASK | {"session_id": "ada"}, headers={"x-stainless-retry-count": "1"})
+    assert again.json()["id"] == first["id"]
+    assert session(running)["position"] == position
+
+
+def test_a_turn_of_a_session_has_one_prompt_and_a_key_one_answer(running: Running) -> None:
+    make(running)
+    refused = running.http().post("/v1/completions", json=ASK | {"session_id": "ada", "prompt": ["x", "y"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+    refused = running.http().post("/v1/completions", json=ASK | {"n": 2}, headers={"Idempotency-Key": "k"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Idempotency-Key")
+    assert session(running)["position"] == 0
+
+
+def test_who_leaves_the_queue_leaves_no_response_behind(serve: Serve) -> None:
+    running = serve(engine={"lanes": 1, "queue": 8, "threads": None, "lease": 1.0})
+    make(running)
+    make(running, "eve")
+    with running.http() as http, http.stream(
+        "POST", "/v1/completions", json=ASK | {"stream": True, "max_tokens": 5000, "session_id": "ada"}
+    ) as response:  # fmt: skip
+        events = read_events(response)
+        next(events)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{running.url}/v1/completions", json=ASK | {"session_id": "eve"}, timeout=0.5)
+        until = time.monotonic() + 3
+        while running.service.store.response_ids("local", "eve") and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not running.service.store.response_ids("local", "eve")
+    assert session(running, "eve")["position"] == 0
 
 
 def test_expected_version_is_compared(running: Running) -> None:
