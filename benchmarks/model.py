@@ -132,8 +132,11 @@ def _ours(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:
 
 
 def _xl(model: torch.nn.Module, tokens: torch.Tensor, segment: int) -> Callable[[], None]:
+    with torch.no_grad():
+        memory = transformer_xl_loss(model, tokens, segment)[1]  # a full window for it too
+
     def step() -> None:
-        transformer_xl_loss(model, tokens, segment).backward()
+        transformer_xl_loss(model, tokens, segment, memory)[0].backward()
         model.zero_grad(set_to_none=True)
 
     return step

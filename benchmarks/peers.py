@@ -30,11 +30,17 @@ def transformer_xl(config: ModelConfig, fused: bool = True) -> nn.Module:
     )  # fmt: skip
 
 
-def transformer_xl_loss(model: nn.Module, tokens: torch.Tensor, segment: int) -> torch.Tensor:
-    """Summed loss over the segments of `tokens [b, k * t + 1]`, states carried from one to the next."""
-    memory, total = None, torch.zeros(())
+def transformer_xl_loss(
+    model: nn.Module, tokens: torch.Tensor, segment: int, memory: list[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Summed loss over the segments of `tokens [b, k * t + 1]` behind `memory`, and the memory after.
+
+    Its states are carried from segment to segment without gradient, as its authors have it.
+    """
+    total = torch.zeros(())
     for first in range(0, tokens.shape[1] - 1, segment):
         logits, memory = model(tokens[:, first : first + segment], mems=memory, return_mems=True)
         targets = tokens[:, first + 1 : first + segment + 1]
         total = total + nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return total
+    assert memory is not None
+    return total, memory
