@@ -125,7 +125,7 @@ class PMI(nn.Module):
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.fall.weight)
         for memory in cast(Iterable[MemoryModule], self.memories):
-            nn.init.zeros_(memory.read.out.weight)
+            memory.initialise()
         # logits of unit variance at the start, however wide the embedding was drawn
         nn.init.constant_(self.norm.weight, 1 / (self.config.embedding_std * math.sqrt(self.config.width)))
 

@@ -222,6 +222,22 @@ class MemoryModule(nn.Module):
             self.readout_working = SlotReadout(width, d, config.heads, 2 * d if config.correction else 0)
         self.read = Read(width, d, config)
 
+    def initialise(self) -> None:
+        """What is read adds nothing at first; a memory of tokens starts as an induction head.
+
+        Its keys are those of the token before, its queries find what was written under the same token, and what is read stands
+        where that value came from: "what followed this before" is one gradient step away from the prediction. Drawn at random
+        instead, queries, keys and values must first find each other, which on real text they hardly do.
+        """
+        nn.init.zeros_(self.read.out.weight)
+        if not hasattr(self, "delta_tokens"):
+            return
+        write, read = self.delta_tokens, self.read.delta
+        with torch.no_grad():
+            read.query.weight.copy_(write.key.weight)
+            if read.up.weight.shape == write.value.weight.T.shape:
+                read.up.weight.copy_(write.value.weight.T)
+
     def scan(self, memory: Memory, h: Tensor, starts: Tensor | None, initial: Memory) -> tuple[Memory, Memory]:
         """Write the segments `h [b, s, t, d]` one after the other.
 
