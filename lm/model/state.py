@@ -96,8 +96,8 @@ class State(NamedTuple):
         index = torch.as_tensor(lanes, device=self.position.device)
         if index.dtype == torch.bool:
             raise TypeError("lanes must be numbers, not a mask; use mask.nonzero().squeeze(-1)")
-        low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, -1)
-        if index.dim() != 1 or low < 0 or high >= self.lanes:
+        known = index.tolist() if isinstance(lanes, Tensor) else lanes
+        if index.dim() != 1 or (len(known) and (min(known) < 0 or max(known) >= self.lanes)):
             raise InputError(f"lanes {index.tolist()} are not all of this state, which has the lanes 0..{self.lanes - 1}")
         return index.long()
 
