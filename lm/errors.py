@@ -52,6 +52,7 @@ _PLAIN = {
     "bool": "must be true or false; write one of these",
     "string": "must be text; put it in quotes",
     "list": "must be a list; write it such as [1, 2]",
+    "tuple": "must be a list; write it such as [1, 2]",
     "model": "must be a mapping of keys to values; set its keys one by one: {where}.KEY=VALUE",
     "dict": "must be a mapping of keys to values; set its keys one by one: {where}.KEY=VALUE",
     "literal": "must be {expected}; choose one of these",
