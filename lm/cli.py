@@ -1,6 +1,8 @@
 """The commands of `lm` (the console script `pmi` mounts them). Heavy imports stay inside commands: --help is quick."""
 
 import json
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lm.commands import Commands, Device, run, stderr, stdout
+from lm.commands import Commands, Device, Seed, Set, run, stderr, stdout
 from lm.data.cli import app as data_app
-from lm.errors import collecting, noting
+from lm.errors import UserError, collecting, noting
 from lm.evaluation.cli import mount as mount_evaluation
 from lm.evaluation.tasks_cli import mount as mount_tasks
 from lm.reasoning.cli import mount as mount_reasoning
@@ -25,8 +27,31 @@ mount_evaluation(app)
 mount_tasks(app)
 mount_reasoning(app)
 
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a configuration key; may be repeated.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**63 - 1)]
+
+def _certify_dtype(name: str) -> str:
+    from lm.model import certificate
+
+    if name not in certificate.DTYPES:
+        raise UserError(f"--dtype {name!r}: must be one of {sorted(certificate.DTYPES)}")
+    return name
+
+
+def _new_file(path: Path | None) -> Path | None:
+    """A file that can be written; said before the work that would be lost."""
+    if path is not None and path.is_dir():
+        raise UserError(f"--json {path}: is a folder; name a file in it, such as {path / 'certificate.json'}")
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"--json {path}: there is no folder {path.parent}; make it first")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--json {path}: may not be written; choose another place")
+    return path
+
+
+def _model_folder(path: Path) -> Path:
+    from lm.model.pretrained import check_folder
+
+    check_folder(path)
+    return path
 
 
 @model_app.command(
@@ -61,9 +86,11 @@ def model_show(
 
 @app.command(epilog="Example: pmi certify runs/demo/model --json certificate.json")
 def certify(
-    checkpoint: Annotated[Path, typer.Argument(help="A model folder.")],
-    json_: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16: the type the decoder computes in.")] = "float32",
+    checkpoint: Annotated[Path, typer.Argument(help="A model folder.", callback=_model_folder)],
+    json_: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.", callback=_new_file)] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32 or bfloat16: the type the decoder computes in.", callback=_certify_dtype)
+    ] = "float32",
     segments: Annotated[int, typer.Option(help="Length of the boundedness stream, in segments.", min=8)] = 200,
     seed: Seed = 0,
     device: Device = "auto",
@@ -78,10 +105,6 @@ def certify(
     with collecting() as problems:
         with noting(problems):
             target = resolve_device(device)
-        if dtype not in certificate.DTYPES:
-            problems.append(f"--dtype {dtype!r}: must be one of {sorted(certificate.DTYPES)}")
-        if json_ is not None and not json_.parent.is_dir():
-            problems.append(f"--json {json_}: there is no folder {json_.parent}; make it first")
         with noting(problems):
             loaded = from_pretrained(checkpoint)
     with stderr.status("loading") as status:
@@ -90,7 +113,13 @@ def certify(
     table = Table("proof", "figure", "bound", "", "", title=f"{checkpoint} ({loaded.fingerprint}, {dtype})")
     for proof in proofs:
         verdict = "[green]ok[/]" if proof.passed else "[red]FAILED[/]"
-        table.add_row(proof.name, f"{proof.figure:.3g}", f"{proof.relation} {proof.bound:.3g}", verdict, proof.detail)
+        table.add_row(
+            proof.name,
+            "-" if math.isnan(proof.figure) else f"{proof.figure:.3g}",
+            f"{proof.relation} {proof.bound:.3g}",
+            verdict,
+            proof.detail,
+        )
     stdout.print(table)
     passed = all(proof.passed for proof in proofs)
     if json_ is not None:

@@ -4,23 +4,67 @@ A preset is a YAML file in configs/model/. `load_model_config("small", ["memory.
 Mistakes are reported all at once, each with its place, its value and what is allowed (lm/errors.py).
 """
 
+import copy
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
-from lm.errors import UserError, collecting, from_validation
+from lm.errors import UserError, from_validation, noting, short
+
+MOST_LEVELS = 32
+"""Deepest nesting of a configuration's values."""
 
 
 class Schema(BaseModel):
-    """Base of all configuration parts: unknown keys are errors, values do not change after validation."""
+    """Base of all configuration parts: unknown keys are errors, numbers finite; values do not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    # of the whole part, not of each field: a field that tells parts of a union apart may not have a validator of its own
+    @model_validator(mode="wrap")
+    @classmethod
+    def _no_bool_for_a_number(cls, values: Any, handler: ModelWrapValidatorHandler["Schema"]) -> "Schema":
+        wrong = []
+        for name, field in cls.model_fields.items() if isinstance(values, dict) else ():
+            annotation: Any = field.annotation
+            value, kinds = values.get(name), _kinds(annotation)
+            given = value if isinstance(value, list) else [value]
+            if any(isinstance(x, bool) for x in given) and kinds & {int, float} and bool not in kinds:
+                said = "must be a number; write it in digits (true and yes are none)"
+                wrong.append(InitErrorDetails(type="value_error", loc=(name,), input=value, ctx={"error": said}))
+        if not wrong:
+            return handler(values)
+        try:
+            handler(values)
+        except ValidationError as error:
+            named = {item["loc"] for item in wrong if "loc" in item}
+            wrong += [_details(dict(item)) for item in error.errors(include_url=False) if item["loc"] not in named]
+        raise ValidationError.from_exception_data(cls.__name__, wrong)
+
+
+@functools.cache
+def _kinds(annotation: Any) -> frozenset[Any]:
+    """All types that an annotation is made of."""
+    return frozenset([annotation]).union(*(_kinds(part) for part in get_args(annotation) if not isinstance(part, str)))
 
 
 class DeltaConfig(Schema):
@@ -59,8 +103,9 @@ class MemoryConfig(Schema):
     """Heads of all memory attention."""
     width: int | None = Field(None, ge=1, le=65_536)
     """Width of a slot (null: the model's width). Must be a multiple of `heads`."""
-    alpha: float = Field(0.7, ge=0, le=1)
-    """Initial share of what is read from working memory against what long-term memory makes of it; learned."""
+    alpha: float = Field(0.7, gt=0, lt=1)
+    """Initial share of what is read from working memory against what long-term memory makes of it; learned. At 0 or 1 one of
+    the two would never be learned: choose with `read` instead."""
     gate: Literal["unit", "memory", "none"] = "unit"
     """Input and forget gates of working memory: per element, per slot, or none."""
     consolidation: Literal["paper", "probe", "delta"] = "delta"
@@ -139,12 +184,6 @@ class ModelConfig(Schema):
     memory: MemoryConfig | None = MemoryConfig()
     """The memory, or `off`: a Transformer-XL-like model with the same code."""
 
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        # YAML reads a bare `off` as false
-        return None if value in ("off", False) else value
-
     # what must fit together is checked with the later of the keys, so that one bad key does not hide another
 
     @field_validator("heads")
@@ -165,22 +204,27 @@ class ModelConfig(Schema):
             raise ValueError(f"{cutoffs} must rise strictly between 0 and vocab_size {size}")
         return cutoffs
 
-    @field_validator("memory")
+    @field_validator("memory", mode="wrap")
     @classmethod
-    def _memory_fits(cls, memory: MemoryConfig | None, info: ValidationInfo) -> MemoryConfig | None:
-        if memory is None:
+    def _memory_fits(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> MemoryConfig | None:
+        if value is None or value is False or value == "off":  # YAML reads a bare `off` as false
             return None
-        problems = []
-        width, layers = memory.width or info.data.get("width"), info.data.get("layers")
-        if width and memory.keeps_working and width % memory.heads:
-            problems.append(
-                f"heads: {memory.heads} does not divide the memory's width {width}; "
-                f"choose one of {_divisors(width)} or set memory.width"
-            )
-        if layers and memory.layers != "all" and (not memory.layers or any(not 0 <= i < layers for i in memory.layers)):
-            problems.append(f"layers: {memory.layers} must name layers 0..{layers - 1}; for no memory at all set memory: off")
-        if problems:
-            raise ValueError("\n".join(problems))
+        if not isinstance(value, dict | MemoryConfig):
+            raise ValueError("must be off, or a mapping of its keys; set them one by one, such as memory.layers=[1]")
+        wrong: list[InitErrorDetails] = []
+        try:
+            memory: MemoryConfig | None = handler(value)
+        except ValidationError as error:  # what is right among the keys is still held against the model
+            wrong = [_details(dict(item)) for item in error.errors(include_url=False)]
+            memory = None
+        bad = {str(item["loc"][0]) for item in wrong if item.get("loc")}
+        if isinstance(value, dict) and wrong:
+            with suppress(ValidationError):
+                memory = MemoryConfig.model_validate({key: value[key] for key in value if key not in bad})
+        if memory is not None:
+            wrong += _unfit(memory, bad, info.data)
+        if wrong:
+            raise ValidationError.from_exception_data("memory", wrong)
         return memory
 
     @property
@@ -194,6 +238,32 @@ class ModelConfig(Schema):
     def memory_width(self) -> int:
         """Width of a memory slot."""
         return (self.memory and self.memory.width) or self.width
+
+
+def _unfit(memory: MemoryConfig, bad: set[str], model: dict[str, Any]) -> list[InitErrorDetails]:
+    """What of a memory does not fit its model; keys that are `bad` in themselves are not looked at."""
+    width, layers, segment = memory.width or model.get("width"), model.get("layers"), model.get("segment")
+    problems: list[tuple[str, Any, str]] = []
+    levels = not bad & {"read", "consolidation", "delta"}
+    if width and levels and memory.keeps_working and width % memory.heads and not bad & {"heads", "width"}:
+        choice = f"choose one of {_divisors(width)} or set memory.width"
+        problems.append(("heads", memory.heads, f"{memory.heads} does not divide the memory's width {width}; {choice}"))
+    named = [] if memory.layers == "all" else memory.layers
+    if layers and memory.layers != "all" and "layers" not in bad and (not named or any(not 0 <= i < layers for i in named)):
+        allowed = f"must name layers 0..{layers - 1}; for no memory at all set memory: off"
+        problems.append(("layers", named, f"{named} {allowed}"))
+    if segment == 1 and levels and memory.keeps_working:
+        why = "a segment of 1 token leaves working memory nothing to choose from, so that its writer would never learn"
+        problems.append(("", segment, f"{why}; set segment to 2 or more, or memory: off"))
+    return [
+        InitErrorDetails(type="value_error", loc=(key,) if key else (), input=given, ctx={"error": said})
+        for key, given, said in problems
+    ]
+
+
+def _details(item: dict[str, Any]) -> InitErrorDetails:
+    """An error of pydantic's, to be raised again."""
+    return InitErrorDetails(type=item["type"], loc=item["loc"], input=item["input"], ctx=item.get("ctx", {}))
 
 
 class OptimiserConfig(Schema):
@@ -213,14 +283,23 @@ class DemoConfig(Schema):
     """What `pmi demo` trains (configs/train/demo.yaml)."""
 
     model: str
+    """A preset in configs/model/."""
     overrides: list[str] = []
+    """Changes to the model's keys, each `key.path=value`."""
     lanes: int = Field(ge=1)
+    """Contiguous parts of the text that are read side by side."""
     segments: int = Field(ge=2)
+    """K: segments per step, with gradient through the memory between them."""
     steps: int = Field(ge=1)
+    """Optimiser steps."""
     holdout: float = Field(gt=0, lt=0.5)
-    seed: int = 0
+    """Share of the text that is only measured on."""
+    seed: int = Field(0, ge=0)
+    """Seed of weights, data order and the sample."""
     prompt: str
+    """What the sample of generated text continues."""
     optimiser: OptimiserConfig
+    """AdamW and its schedule."""
 
 
 class TrainingConfig(Schema):
@@ -324,20 +403,50 @@ def load_model_config(name_or_path: str, overrides: Sequence[str] = ()) -> Model
     path = Path(name_or_path)
     if not path.is_file():
         path = configs_folder() / "model" / f"{name_or_path}.yaml"
-    if not path.is_file():
-        raise UserError(f"model config {name_or_path!r}: neither a file nor one of the presets {model_presets()}")
-    return validate(ModelConfig, override(read_mapping(path), overrides), str(name_or_path))
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    if path.is_file():
+        with noting(problems):
+            values = read_mapping(path)
+    else:
+        problems.append(f"model config {name_or_path!r}: neither a file nor one of the presets {model_presets()}")
+    readable = not problems
+    changed = override(values, overrides, problems)
+    if readable:
+        with noting(problems):
+            config = validate(ModelConfig, changed, str(name_or_path))
+    if problems:
+        raise UserError(problems)
+    return config
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The experiment in a YAML file, with `key.path=value` overrides; `model.key=value` changes the model."""
-    values = read_mapping(path)
-    own = [item for item in overrides if not item.startswith("model.")]
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    with noting(problems):
+        values = read_mapping(path)
+    readable = not problems
     model = [item.removeprefix("model.") for item in overrides if item.startswith("model.")]
-    values = override(values, own)
-    if model:
-        values["overrides"] = [*values.get("overrides", []), *model]
-    return validate(RunConfig, values, str(path))
+    changed = override(values, [item for item in overrides if not item.startswith("model.")], problems)
+    if not readable:
+        override({}, model, problems)
+        raise UserError(problems)
+    if model and isinstance(changed.get("overrides", []), list):
+        changed["overrides"] = [*changed.get("overrides", []), *model]
+    with noting(problems):
+        config = validate(RunConfig, changed, str(path))
+    if not problems:
+        return config
+    # the model is looked at later, with the data; but whoever mends these should hear of its mistakes at once
+    if isinstance(changed.get("model"), str) and _texts(changed.get("overrides", [])):
+        with noting(problems):
+            load_model_config(changed["model"], changed.get("overrides", []))
+    raise UserError(problems)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def load_config(schema: type[AnySchema], name: str) -> AnySchema:
@@ -345,39 +454,92 @@ def load_config(schema: type[AnySchema], name: str) -> AnySchema:
     return validate(schema, read_mapping(configs_folder() / f"{name}.yaml"), name)
 
 
+# beside its own errors PyYAML lets through what its constructors stumble over: `!!int x`, `!!bool maybe`, `!!timestamp x`
+_UNREADABLE = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file."""
+    """The mapping in a YAML or JSON file: text, numbers, true, false, null, lists and mappings of these."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as a configuration: {error}; give a YAML or JSON file") from error
+    try:
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: nested too deeply; a configuration has at most {MOST_LEVELS} levels") from error
+    except _UNREADABLE as error:
+        raise UserError(f"{path}: cannot be read as a configuration: {error}; correct it, or quote what is text") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds {type(value).__name__}, but a configuration is a mapping of keys to values")
+    if problems := list(_not_plain(value, str(path))):
+        raise UserError(problems)
     return value
 
 
-def override(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`values` with each `key.path=value` applied; values are read as YAML."""
-    result: dict[str, Any] = json.loads(json.dumps(values))
-    with collecting() as problems:
-        for item in overrides:
-            key, equals, text = item.partition("=")
-            if not equals or not key:
-                problems.append(f"--set {item!r}: must look like key.path=value, for example memory.top_k=null")
-                continue
-            try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError:
-                problems.append(f"--set {item!r}: {text!r} is not a YAML value; quote it, or write lists as [1, 2]")
-                continue
-            *parents, last = key.split(".")
-            place = result
-            for part in parents:
-                if not isinstance(place.get(part), dict):
-                    place[part] = {}
-                place = place[part]
-            place[last] = value
+def _not_plain(value: Any, place: str, above: tuple[int, ...] = (), seen: set[int] | None = None) -> Iterator[str]:
+    """What in `value` no configuration can hold, each with its place."""
+    seen = set() if seen is None else seen  # a list that aliases repeat is looked at once
+    if value is None or isinstance(value, str | bool | int | float):
+        return
+    if not isinstance(value, dict | list):
+        kind = type(value).__name__
+        yield (
+            f"{place}: {short(value)} is of the kind {kind}; allowed are text, numbers, true, false, null, lists and mappings: "
+            "put it in quotes if it is text, or write a list as [a, b]"
+        )
+        return
+    if id(value) in above:
+        yield f"{place}: holds itself (a recursive anchor); write the value out"
+        return
+    if len(above) >= MOST_LEVELS:
+        yield f"{place[:80]}...: nested too deeply; a configuration has at most {MOST_LEVELS} levels"
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and not isinstance(key, str):
+            yield f"{place}: key {short(key)} is of the kind {type(key).__name__}; keys are text: put it in quotes"
+        else:
+            yield from _not_plain(part, f"{place}: {key}", (*above, id(value)), seen)
+
+
+def override(values: dict[str, Any], overrides: Sequence[str], problems: list[str] | None = None) -> dict[str, Any]:
+    """`values` with each `key.path=value` applied; values are read as YAML.
+
+    What cannot be applied is added to `problems` where they are given, and is a UserError otherwise.
+    """
+    result, found = copy.deepcopy(values), [] if problems is None else problems
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        shown = f"--set {short(item)}"
+        if not equals or not key:
+            found.append(f"{shown}: must look like key.path=value, for example memory.top_k=null")
+            continue
+        try:
+            value = yaml.safe_load(text)
+        except RecursionError:
+            found.append(f"{shown}: nested too deeply; a value has at most {MOST_LEVELS} levels")
+            continue
+        except _UNREADABLE:
+            found.append(f"{shown}: {short(text)} is not a YAML value; quote it, or write lists as [1, 2]")
+            continue
+        *parents, last = key.split(".")
+        if len(parents) > MOST_LEVELS:
+            found.append(f"{shown}: nested too deeply; a key has at most {MOST_LEVELS} levels")
+            continue
+        if odd := list(_not_plain(value, f"--set {key}")):
+            found.extend(odd)
+            continue
+        place = result
+        for part in parents:
+            if not isinstance(place.get(part), dict):
+                place[part] = {}
+            place = place[part]
+        place[last] = value
+    if problems is None and found:
+        raise UserError(found)
     return result
 
 

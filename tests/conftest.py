@@ -16,11 +16,17 @@ Pmi = Callable[..., tuple[int, str, str]]
 
 ROOT = Path(__file__).parent.parent
 
+REAL_DATA = Path(os.environ.get("PMI_TEST_DATA") or ROOT.parent / "shared" / "data")
+"""The folder of real data sets (babi/, enwik8/, pg19/, wikitext-2/, wikitext-103/), beside the checkout unless named."""
+
 torch.set_num_threads(1)
 _not_run: set[str] = set()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "real_data" in getattr(item, "fixturenames", ()) and not REAL_DATA.is_dir():
+        _not_run.add(f"{item.nodeid} (needs the real data sets; PMI_TEST_DATA names their folder)")
+        pytest.skip(f"no real data sets in {REAL_DATA} (PMI_TEST_DATA names another place)")
     for marker in item.iter_markers("needs"):
         for command in marker.args:
             if shutil.which(command) is None:
@@ -31,7 +37,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     if _not_run:
-        terminalreporter.section("NOT RUN: a program they need is missing")
+        terminalreporter.section("NOT RUN: a program or data that they need is missing")
         for line in sorted(_not_run):
             terminalreporter.line(line)
 
@@ -56,11 +62,8 @@ def moby_dick() -> str:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real data sets; the test is skipped where there is none."""
-    folder = Path(os.environ.get("PMI_TEST_DATA", ROOT.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(f"no real data sets in {folder} (PMI_TEST_DATA names another place)")
-    return folder
+    """The folder of real data sets; where there is none, the test is skipped and named at the end."""
+    return REAL_DATA
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The architecture in one place: who may import whom, and what the repository must not name."""
 
 import ast
+import os
 import subprocess
 import sys
 import zipfile
@@ -46,3 +47,15 @@ def test_the_wheel_ships_configs_and_the_bundled_text(tmp_path: Path) -> None:
     assert "lm/configs/model/small.yaml" in names
     assert "lm/data/text/moby-dick.txt" in names
     assert not [name for name in names if name.startswith(("tests/", "configs/"))]
+
+
+def test_tests_of_real_data_are_named_where_it_is_missing(tmp_path: Path) -> None:
+    """In a process of its own, for the folder is read when the tests are collected."""
+    test = "tests/reasoning/test_tasks.py::test_the_real_babi_says_that_task_3_is_the_small_version"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", test, "-p", "no:cacheprovider"], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PMI_TEST_DATA": str(tmp_path / "none")},
+    )  # fmt: skip
+    assert "1 skipped" in result.stdout, result.stdout
+    assert "NOT RUN" in result.stdout
+    assert f"{test} (needs the real data sets" in result.stdout

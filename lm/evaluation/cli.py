@@ -121,6 +121,8 @@ def evaluate(
             target = resolve_device(device)
         with noting(problems):
             loaded = from_pretrained(checkpoint)
+        if not data.exists():
+            problems.append(f"--data {data}: there is no such file or folder; give prepared data or text")
     loaded.model.to(target)
     modes = [mode for mode in MODES if mode in names or by_position]
     if loaded.model.config.memory is None and by_position:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lm.commands import Commands, Device, stderr, stdout
+from lm.commands import Commands, Device, Seed, Set, stderr, stdout
 from lm.errors import UserError, collecting, noting
 
 babilong_app = Commands(help="BABILong: bAbI facts hidden in long text. Make the tasks, train on them, measure a model on them.")
@@ -15,9 +15,7 @@ babilong_app = Commands(help="BABILong: bAbI facts hidden in long text. Make the
 Facts = Annotated[Path, typer.Option(help="bAbI: a folder or archive with files such as qa1_train.txt.")]
 Text = Annotated[Path, typer.Option(help="The books that facts are hidden in: prepared data, or a folder or archive of .txt.")]
 TaskNames = Annotated[str, typer.Option("--tasks", help="bAbI tasks, such as qa1,qa2.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**31 - 1)]
 Lanes = Annotated[int, typer.Option(help="Samples read side by side.", min=1)]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the model, such as width=128.")]
 
 
 def mount(app: Commands) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from lm.model.decoder import PMI
-from lm.model.proofs import Proof, draw_zeros, liveness, prove
+from lm.model.proofs import Proof, attempt, draw_zeros, liveness, prove
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,5 +23,5 @@ def certify(model: PMI, dtype: str, seed: int, segments: int, progress: Callable
     proofs = prove(subject, seed, segments, progress)
     if not fresh:
         return proofs
-    own = liveness(model, torch.Generator().manual_seed(seed))
+    own = attempt(model, liveness, "liveness", torch.Generator().manual_seed(seed))
     return [own if proof.name == own.name else proof for proof in proofs]

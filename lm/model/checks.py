@@ -5,18 +5,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lm.model.state import State, named_tensors
+from lm.model.state import InputError, State, StateError, named_tensors
 
 if TYPE_CHECKING:
     from lm.model.decoder import PMI
 
-
-class InputError(ValueError):
-    """Tokens, lengths or starts that the model cannot read."""
-
-
-class StateError(ValueError):
-    """A state that does not belong to this call: another number of lanes, another model, another type, not finite."""
+__all__ = [
+    "InputError",
+    "NotFiniteError",
+    "StateError",
+    "check_call",
+    "check_finite",
+    "check_lanes",
+    "check_state",
+    "check_targets",
+]
 
 
 class NotFiniteError(StateError):
@@ -31,6 +34,7 @@ def check_call(model: "PMI", tokens: Tensor, state: State, lengths: Tensor | Non
     """Raise InputError or StateError for a call that cannot be answered."""
     if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
         raise InputError(f"tokens must be integers [lanes, tokens]; got {tokens.dtype} {list(tokens.shape)}")
+    check_types(model)
     lanes, count = tokens.shape
     if not tokens.numel():
         raise InputError(f"tokens are empty: shape {[lanes, count]}; a call needs one lane and one token at least")
@@ -68,6 +72,43 @@ def _check_starts(model: "PMI", tokens: Tensor, state: State, lengths: Tensor | 
             f"lane {lane} is at position {position}, inside a segment of {segment}; "
             "whole segments follow a boundary or the start of a document"
         )
+
+
+def check_lanes(model: "PMI", lanes: int) -> None:
+    """Raise InputError for a number of lanes that no state has, or a model that can have no state."""
+    if lanes < 0:
+        raise InputError(f"a state cannot have {lanes} lanes; give 1 or more (0: an empty one)")
+    check_types(model)
+
+
+def check_types(model: "PMI") -> None:
+    """Raise InputError where all of a model was turned to a narrow type: its memory and its angles need float32."""
+    if model.causal.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"the whole model was turned to {model.causal.dtype}, but its memory needs float32; "
+            f"load it again and use model.compute_in({model.causal.dtype}), which turns the decoder alone"
+        )
+
+
+def check_targets(hidden: Tensor, targets: Tensor, vocab_size: int) -> None:
+    """Raise InputError for targets that have no log-probability."""
+    if targets.dtype != torch.int64 or targets.shape != hidden.shape[:-1]:
+        wanted = list(hidden.shape[:-1])
+        raise InputError(
+            f"targets must be int64 {wanted}, one for each hidden feature; got {targets.dtype} {list(targets.shape)}"
+        )
+    low, high = (int(x) for x in targets.aminmax()) if targets.numel() else (0, 0)
+    if low < 0 or high >= vocab_size:
+        raise InputError(
+            f"target {low if low < 0 else high} is out of range; this model knows 0..{vocab_size - 1} "
+            "(for what is not to be learned give any of these, and a mask that is false there)"
+        )
+
+
+def check_mask(targets: Tensor, mask: Tensor) -> None:
+    """Raise InputError for a mask that would be spread over other targets than its own."""
+    if mask.dtype != torch.bool or mask.shape != targets.shape:
+        raise InputError(f"mask must be bool {list(targets.shape)}, as the targets; got {mask.dtype} {list(mask.shape)}")
 
 
 def check_state(model: "PMI", state: State) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lm.config import ModelConfig, Remembering
 from lm.model.attention import MAX_TOKENS, Rotary, Span, WindowAttention, aligned_span, partial_span
-from lm.model.checks import check_call, check_finite
+from lm.model.checks import check_call, check_finite, check_lanes
 from lm.model.memory import MemoryModule, memory_shapes
 from lm.model.state import Memory, Open, Readout, State, exact, map_tensors, where_lanes
 from lm.model.vocabulary import Embedding, Head
@@ -150,6 +150,7 @@ class PMI(nn.Module):
 
     def initial_state(self, lanes: int) -> State:
         """The state of `lanes` new documents."""
+        check_lanes(self, lanes)
         blank = self.blank_state(lanes, self.device)
         return blank._replace(memories=map_tensors(torch.Tensor.clone, self.initial_memory(lanes)))
 

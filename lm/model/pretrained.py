@@ -72,11 +72,16 @@ def save_pretrained(model: PMI, tokenizer: Tokenizer, folder: Path) -> None:
     os.replace(part, folder / WEIGHTS)
 
 
-def from_pretrained(folder: Path, device: torch.device | str = "cpu") -> Checkpoint:
-    """The model in `folder`, in evaluation mode; UserError says what is wrong with it otherwise."""
+def check_folder(folder: Path) -> None:
+    """UserError unless `folder` has the files of a model."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: no {name} there; a model folder is what `pmi demo` or an export writes")
+
+
+def from_pretrained(folder: Path, device: torch.device | str = "cpu") -> Checkpoint:
+    """The model in `folder`, in evaluation mode; UserError says what is wrong with it otherwise."""
+    check_folder(folder)
     description = read_mapping(folder / CONFIG)
     if description.get("format") != FORMAT:
         raise UserError(f"{folder / CONFIG}: format {description.get('format')!r}; this version reads format {FORMAT}")

@@ -15,6 +15,14 @@ from torch import Tensor
 Tree = TypeVar("Tree")
 
 
+class InputError(ValueError):
+    """Tokens, targets, lanes, lengths or starts that the model cannot read."""
+
+
+class StateError(ValueError):
+    """A state that does not belong to this call: another number of lanes, another model, another type, not finite."""
+
+
 class Memory(NamedTuple):
     """The two levels of memory of one scope. A level that the configuration does not use has no slots."""
 
@@ -73,7 +81,12 @@ class State(NamedTuple):
     def merge(self, lanes: Sequence[int] | Tensor, other: "State") -> "State":
         """This state with `lanes` replaced by the lanes of `other`."""
         index = self._index(lanes)
-        return map_tensors(lambda mine, theirs: mine.index_copy(0, index, theirs.to(mine.dtype)), self, other)
+        if len(index) != other.lanes:
+            raise StateError(f"{len(index)} lanes {index.tolist()} are to be replaced, but the other state has {other.lanes}")
+        try:
+            return map_tensors(lambda mine, theirs: mine.index_copy(0, index, theirs.to(mine.dtype)), self, other)
+        except (ValueError, RuntimeError, AssertionError) as error:  # looked for only now: merging is on the path of every token
+            raise StateError(f"the other state is of another model: {_unlike(self, other) or error}") from error
 
     def merge_(self, lanes: Tensor, other: "State") -> None:
         """As `merge`, into this state's own storage: for an owner of a slab, outside of autograd."""
@@ -83,6 +96,9 @@ class State(NamedTuple):
         index = torch.as_tensor(lanes, device=self.position.device)
         if index.dtype == torch.bool:
             raise TypeError("lanes must be numbers, not a mask; use mask.nonzero().squeeze(-1)")
+        known = index.tolist() if isinstance(lanes, Tensor) else lanes
+        if index.dim() != 1 or (len(known) and (min(known) < 0 or max(known) >= self.lanes)):
+            raise InputError(f"lanes {index.tolist()} are not all of this state, which has the lanes 0..{self.lanes - 1}")
         return index.long()
 
     @classmethod
@@ -103,6 +119,15 @@ def map_tensors(function: Callable[..., Any], tree: Tree, *others: Any) -> Tree:
     assert isinstance(tree, tuple)
     parts = [map_tensors(function, *group) for group in zip(tree, *others, strict=True)]
     return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+
+
+def _unlike(one: Any, other: Any) -> str:
+    """The first parts in which two trees differ, beside the number of lanes."""
+    mine, theirs = ({name: list(x.shape[1:]) for name, x in named_tensors(tree)} for tree in (one, other))
+    odd = sorted(mine.keys() ^ theirs.keys())
+    if odd:
+        return f"{', '.join(odd[:4])} in only one of them"
+    return ", ".join(f"{name} is {theirs[name]}, here {mine[name]}" for name in mine if mine[name] != theirs[name])
 
 
 def where_lanes(lanes: Tensor, new: Tree, old: Tree) -> Tree:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lm.config import ModelConfig
+from lm.config import ModelConfig, configs_folder, load_model_config
 from lm.model.decoder import PMI
 from lm.model.snapshot import sizes
 
@@ -51,10 +51,23 @@ def summarise(name: str, config: ModelConfig) -> Summary:
     parameters = {part: _count(modules, counted) for part, modules in parts.items()}
     parameters["norms"] = _count(model, counted)
     memory_bytes, window_bytes = sizes(model)
-    notes = [PAPER[name]] if name in PAPER else []
+    notes = _notes(name, config)
     if config.memory is None:
         notes.append("memory off: the window is all the model knows of earlier segments")
     return Summary(name, {k: v for k, v in parameters.items() if v}, sum(parameters.values()), memory_bytes, window_bytes, notes)
+
+
+def _notes(name: str, config: ModelConfig) -> list[str]:
+    """What the paper says of this configuration: a preset's, by whatever name it came; of a changed one, what was changed."""
+    mine = config.model_dump()
+    for preset, note in PAPER.items():
+        theirs = load_model_config(str(configs_folder() / "model" / f"{preset}.yaml")).model_dump()
+        if mine == theirs:
+            return [note]
+        if preset == name:
+            changed = [key for key in mine if mine[key] != theirs[key]]
+            return [f"changed from the preset in {', '.join(changed)}: the paper's figures for {preset} are not this model's"]
+    return []
 
 
 def _count(modules: Any, counted: set[int]) -> int:

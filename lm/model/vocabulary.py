@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm.config import ModelConfig
+from lm.model.checks import check_mask, check_targets
 from lm.model.state import exact
 
 
@@ -68,6 +69,8 @@ class Head(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         """Summed negative log-probability of the targets (where `mask` is true). A sum, never a mean."""
+        if mask is not None:
+            check_mask(targets, mask)
         nll = self.nll(hidden, targets)
         return nll.sum() if mask is None else torch.where(mask, nll, 0).sum()
 
@@ -75,6 +78,7 @@ class Head(nn.Module):
         """`logits`, or with targets `nll`: one forward, so that sharded training can gather the tables here."""
         if targets is None:
             return self._logits(hidden)
+        check_targets(hidden, targets, self.edges[-1])
         nll = self._nll(hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
         return nll.view(targets.shape)
 

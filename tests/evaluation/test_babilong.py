@@ -1,7 +1,6 @@
 """BABILong: facts hidden in books, in order, at any length; and a model that reads them as a session."""
 
 import json
-import os
 import subprocess
 import sys
 from io import BytesIO
@@ -355,16 +354,13 @@ def test_wilson_intervals_are_those_of_the_books() -> None:
 
 
 @pytest.mark.full
-def test_ten_million_tokens_of_real_books_are_made_in_little_memory(tmp_path: Path) -> None:
-    data = Path(os.environ.get("PMI_TEST_DATA", ROOT.parent / "shared" / "data"))
-    if not data.is_dir():
-        pytest.skip(f"no real data sets in {data} (PMI_TEST_DATA names another place)")
-    books = data / "pg19" / "test.tar.xz"
+def test_ten_million_tokens_of_real_books_are_made_in_little_memory(real_data: Path, tmp_path: Path) -> None:
+    books = real_data / "pg19" / "test.tar.xz"
     command = [
         "babilong",
         "make",
         "--facts",
-        data / "babi",
+        real_data / "babi",
         "--text",
         books,
         "--tasks",

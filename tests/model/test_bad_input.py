@@ -88,12 +88,74 @@ def test_a_state_that_does_not_agree_with_itself_is_refused() -> None:
 def test_nan_in_a_state_is_named_with_its_lane(part: str, position: int) -> None:
     state = after(position)
     place = {"memory": state.memories[0].long_term, "window": state.values[1], "open": state.open[0].features}[part]
+    sound = state.clone()
     place[1] = torch.nan
-    if part == "open" and position == 16:
-        return  # at a boundary there is no open segment, and what is left of the last one is never read
+    if part == "open" and position == 16:  # at a boundary there is no open segment, and what is left of the last is never read
+        for count in 3, 8:
+            torch.testing.assert_close(MODEL(ids(2, count), state)[0], MODEL(ids(2, count), sound)[0], rtol=0, atol=0)
+        return
     copy = state.clone()
     with pytest.raises(StateError, match=r"lanes \[1\]: .* not finite"):
         MODEL(ids(2, 3), state)
     for a, b in zip(tensors(state), tensors(copy), strict=True):
         torch.testing.assert_close(a, b, equal_nan=True, rtol=0, atol=0)
     assert MODEL(ids(2, 3), MODEL.reset(state, [1]))[0].isfinite().all()
+
+
+def test_in_training_the_loss_shows_nan_and_no_exception_does() -> None:
+    model, state = build([]).train(), after(16)
+    state.memories[0].long_term[1] = torch.nan
+    hidden, _ = model(ids(2, 3), state)
+    assert not model.head.loss(hidden, ids(2, 3)).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("targets", "mask", "message"),
+    [
+        (ids(2, 3) - 100, None, r"target -100 is out of range; this model knows 0\.\.22"),
+        (ids(2, 3) - 1, None, "target -1 is out of range"),
+        (ids(2, 3) + 23, None, "target 23 is out of range"),
+        (ids(2, 3).float(), None, r"int64 \[2, 3\].* got torch.float32"),
+        (ids(2, 4), None, r"int64 \[2, 3\].* got torch.int64 \[2, 4\]"),
+        (ids(3, 2), None, r"\[3, 2\]"),
+        (ids(2, 3), torch.ones(3).bool(), r"mask must be bool \[2, 3\], as the targets; got torch.bool \[3\]"),
+        (ids(2, 3), torch.ones(2, 3), "mask must be bool"),
+    ],
+)
+@pytest.mark.parametrize("overrides", [[], ["cutoffs=[5, 11]"]], ids=" ".join)
+def test_targets_without_a_probability_are_refused(
+    overrides: list[str], targets: torch.Tensor, mask: torch.Tensor | None, message: str
+) -> None:
+    model = MODEL if not overrides else build(overrides)
+    with pytest.raises(InputError, match=message):
+        model.head.loss(torch.zeros(2, 3, 32), targets, mask)
+
+
+def test_lanes_that_a_state_does_not_have_are_refused() -> None:
+    state = after(5)
+    for wrong in [5], [-1], [0, 2], torch.tensor([2]):
+        with pytest.raises(InputError, match=r"has the lanes 0\.\.1"):
+            state.select(wrong)
+    with pytest.raises(InputError, match=r"lanes \[7\]"):
+        MODEL.reset(state, [7])
+    with pytest.raises(InputError, match="a state cannot have -1 lanes"):
+        MODEL.initial_state(-1)
+    assert MODEL.initial_state(0).lanes == state.select([]).lanes == 0
+
+
+def test_a_merge_with_other_lanes_or_another_model_is_refused() -> None:
+    state = after(5)
+    with pytest.raises(StateError, match=r"2 lanes \[0, 1\] are to be replaced, but the other state has 1"):
+        state.merge([0, 1], after(5, lanes=1))
+    with pytest.raises(StateError, match=r"another model: keys\.2, values\.2 in only one of them"):
+        state.merge([0], build(["layers=2"]).initial_state(1))
+    with pytest.raises(StateError, match=r"another model: memories\.0\.working is \[9, 32\], here \[4, 32\]"):
+        state.merge([0], build(["memory.slots=9"]).initial_state(1))
+
+
+def test_a_model_turned_to_bfloat16_as_a_whole_is_refused_by_name() -> None:
+    state, model = after(5), build([]).bfloat16()
+    with pytest.raises(InputError, match=r"compute_in\(torch.bfloat16\)"):
+        model.initial_state(1)
+    with pytest.raises(InputError, match="its memory needs float32"):
+        model(ids(2, 1), state)

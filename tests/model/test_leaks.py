@@ -1,5 +1,6 @@
 """The proofs can fail: a leaky memory and an inert one are caught, in the proofs and by `pmi certify`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
 from lm.model import PMI
 from lm.model.memory import MemoryModule
-from lm.model.pretrained import save_pretrained
-from lm.model.proofs import draw_zeros, prove
-from lm.model.state import Memory
+from lm.model.pretrained import from_pretrained, save_pretrained
+from lm.model.proofs import boundedness, causality, cutting, draw_zeros, prove
+from lm.model.state import Memory, State
 from tests.model.variants import build
 
-scan = MemoryModule.scan
+scan, group = MemoryModule.scan, PMI._group
 
 
 def published_order(
@@ -39,6 +40,37 @@ def test_the_published_order_is_caught_as_a_leak(overrides: list[str], monkeypat
     assert not results["causality"].passed
     assert results["causality"].figure > 1e-3
     assert not results["call cutting"].passed
+
+
+def written_before_read(self: PMI, tokens: Tensor, state: State, starts: Tensor | None) -> tuple[Tensor, State]:
+    """The same for a memory that all layers share: its readouts are made of what the segment itself wrote."""
+    _, after = group(self, tokens, state, starts)
+    hidden, read = group(self, tokens, state._replace(memories=after.memories), starts)
+    return hidden, read._replace(memories=after.memories)
+
+
+PAPER = ["memory.scope=global", "memory.parameters=tied", "memory.layers=all", "memory.correction=true"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["memory.scope=global"],
+        ["memory.scope=global", "memory.layers=all"],
+        [*PAPER, "memory.consolidation=paper"],
+        [*PAPER, "memory.consolidation=probe"],
+    ],
+    ids=" ".join,
+)
+def test_the_published_order_is_caught_in_either_scope(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(overrides)
+    assert causality(model, torch.Generator().manual_seed(0)).passed
+    monkeypatch.setattr(PMI, "_group", written_before_read)
+    leak = causality(model, torch.Generator().manual_seed(0))
+    assert not leak.passed
+    assert leak.figure > 1e-3
+    assert not cutting(model, torch.Generator().manual_seed(0)).passed
 
 
 def test_a_leak_behind_a_zero_projection_would_pass_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +117,30 @@ def test_a_memory_that_grows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {p.name: p for p in prove(model, segments=40)}["boundedness"].passed
 
 
+@pytest.mark.parametrize(
+    ("overrides", "level", "segments", "rate"),
+    [
+        ([], "working", 40, 0.1),
+        ([], "working", 200, 0.03),
+        (["memory.consolidation=probe"], "long_term", 40, 0.1),
+        (["memory.consolidation=paper", "memory.scope=global"], "long_term", 40, 0.1),
+        ([], "long_term", 200, 0.1),  # an associative matrix may fill up to its own ceiling first
+    ],
+)
+def test_a_memory_that_grows_slowly_is_caught(
+    overrides: list[str], level: str, segments: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def growing(self: MemoryModule, memory: Memory, h: Tensor, starts: Tensor | None, initial: Memory) -> tuple[Memory, Memory]:
+        before, after = scan(self, memory, h, starts, initial)
+        return before, after._replace(**{level: getattr(memory, level) + rate * h.shape[1]})
+
+    model = build(overrides)
+    monkeypatch.setattr(MemoryModule, "scan", growing)
+    bounded = boundedness(model, torch.Generator().manual_seed(0), segments)
+    assert not bounded.passed
+    assert f"0.{level}" in bounded.detail
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     torch.manual_seed(0)
@@ -109,3 +165,36 @@ def test_certify_calls_a_fresh_checkpoint_inert_but_its_baseline_fine(tmp_path: 
         save_pretrained(PMI(load_model_config("tiny", [*overrides, "width=32"])), ByteTokenizer(), folder)
         assert run(app, ["certify", str(folder), "--segments", "8"]) == code
     assert "liveness" in capsys.readouterr().err
+
+
+def test_certify_says_of_each_proof_why_a_checkpoint_with_nan_fails(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = from_pretrained(checkpoint)
+    with torch.no_grad():
+        broken.model.blocks[1].rise.weight[0, 0] = torch.nan
+    save_pretrained(broken.model, broken.tokenizer, tmp_path / "broken")
+    report = tmp_path / "c.json"
+    assert run(app, ["certify", str(tmp_path / "broken"), "--segments", "8", "--json", str(report)]) == 1
+    found = json.loads(report.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert len(found["proofs"]) == 8
+    assert not any(proof["passed"] for proof in found["proofs"])
+    assert all(proof["figure"] is None and "not finite" in proof["detail"] for proof in found["proofs"])
+    assert "causality" in capsys.readouterr().out
+
+
+def test_a_memory_that_overflows_is_written_as_null(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def huge(self: MemoryModule, memory: Memory, h: Tensor, starts: Tensor | None, initial: Memory) -> tuple[Memory, Memory]:
+        before, after = scan(self, memory, h, starts, initial)
+        return before, after._replace(working=after.working + 1000)
+
+    monkeypatch.setattr(MemoryModule, "scan", huge)
+    report = tmp_path / "c.json"
+    assert run(app, ["certify", str(checkpoint), "--segments", "8", "--json", str(report)]) == 1
+    assert "Infinity" not in report.read_text()
+    proofs = {proof["name"]: proof for proof in json.loads(report.read_text())["proofs"]}
+    assert proofs["boundedness"]["figure"] is None
+    assert not proofs["boundedness"]["passed"]
+    assert "boundedness" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, top_k: int | None, causal: bool =
 
 
 def written(module: MemoryModule, working: Tensor, h: Tensor) -> Tensor:
-    """DESIGN 2, write steps 1 to 3, one token projection at a time."""
+    """The paper's write up to its gates (section 2, appendix 'Gating'), one token projection at a time."""
     w, c = module.write, module.config
     query = torch.einsum("bnd,dhe->bhne", working, w.query)
     key, value = torch.einsum("btw,hew->bhte", h, w.key), torch.einsum("btw,hew->bhte", h, w.value)
@@ -45,7 +45,7 @@ def written(module: MemoryModule, working: Tensor, h: Tensor) -> Tensor:
 
 
 def read(module: MemoryModule, memory: Memory, h: Tensor) -> Tensor:
-    """DESIGN 2, read: U_w, U_l, U_wl with every token projected."""
+    """The paper's read: U_w, U_l, U_wl with every token projected."""
     c, r, d = module.config, module.read, module.readout_working.value.shape[0]
 
     def project(x: Tensor, weight: Tensor) -> Tensor:

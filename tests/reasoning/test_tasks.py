@@ -20,8 +20,6 @@ from lm.reasoning.tasks.cifar import CLASSES
 from lm.reasoning.tasks.dataset import Dataset, order
 from tests.reasoning.conftest import tiny
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "babi" / "babi_en-valid-10k.tar.xz"
-
 
 def same(a: Dataset, b: Dataset) -> bool:
     arrays = [
@@ -163,9 +161,8 @@ def test_an_answer_that_training_lacks_counts_as_wrong(babi: Path) -> None:
     assert data.splits["test"].answers[0] == -1
 
 
-@pytest.mark.skipif(not REAL.is_file(), reason="the real bAbI files are not on this machine")
-def test_the_real_babi_says_that_task_3_is_the_small_version() -> None:
-    data = load_data(tiny("babi", "tr", "data.tasks=[3, 15]"), REAL, None)
+def test_the_real_babi_says_that_task_3_is_the_small_version(real_data: Path) -> None:
+    data = load_data(tiny("babi", "tr", "data.tasks=[3, 15]"), real_data / "babi" / "babi_en-valid-10k.tar.xz", None)
     assert len(data.splits["train"]) == 1_000 + 9_000
     assert "task 3 is trained on 1,000 questions (not the 10k version)" in data.notes
     assert not any("task 15 is trained" in note for note in data.notes)
