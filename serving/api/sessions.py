@@ -176,11 +176,10 @@ def _place(version: int, position: int) -> dict[str, str]:
     return {"X-Session-Version": str(version), "X-Session-Position": str(position)}
 
 
-async def _pieces(data: bytes) -> AsyncGenerator[memoryview]:
-    """A large answer in messages of a size that everything in between takes, and that is sent as fast as it is read."""
-    whole = memoryview(data)
-    for start in range(0, len(whole), PIECE):
-        yield whole[start : start + PIECE]
+async def _pieces(data: bytes) -> AsyncGenerator[bytes]:
+    """A large answer in messages of a size that everything in between takes."""
+    for start in range(0, len(data), PIECE):
+        yield data[start : start + PIECE]  # bytes, not a view: Ray pickles it
 
 
 async def _append(service: Service, caller: Caller, id: str, body: schemas.AppendRequest) -> Turn:
