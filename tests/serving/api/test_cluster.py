@@ -28,6 +28,8 @@ ASK = {"model": "tiny", "prompt": "The whale", **GREEDY}
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp("cluster"), folder, free_port())
+    # within 40 s where nothing else runs; beside others, their share of the cores longer
+    made.patience = 40 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     try:
         made.seconds = made.start()
         yield made
@@ -70,7 +72,7 @@ def stream(cluster: Cluster, id: str, tokens: int, **more: object) -> tuple[str,
 
 
 def test_it_tells_how_to_reach_it_and_the_stock_client_does(cluster: Cluster) -> None:
-    assert cluster.seconds <= 40
+    assert cluster.seconds <= cluster.patience
     assert "this machine only" in cluster.output
     assert "curl" in cluster.output
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
@@ -175,7 +177,7 @@ def test_5_a_client_that_leaves_frees_the_lane_and_the_journal_holds_what_was_ge
             assert time.monotonic() - left < 5
             time.sleep(0.01)
         seconds = time.monotonic() - left
-        assert seconds < 0.5, "the lane is free within 0.2 s, and this asks over HTTP"
+        assert seconds < 0.2
         position = http.get("/v1/sessions/leaving").json()["position"]
         time.sleep(0.5)
         assert http.get("/v1/sessions/leaving").json()["position"] == position, "it has stopped"
