@@ -1,6 +1,7 @@
 """The service's configuration: every key, what it means, what it may be (configs/serve/NAME.yaml, `pmi serve --config`)."""
 
 import hashlib
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +9,17 @@ from pydantic import Field, field_validator, model_validator
 
 from lm.config import Schema, configs_folder, override, read_mapping, validate
 from lm.errors import UserError
+
+
+def is_local(host: str | None) -> bool:
+    """Whether only this machine reaches, or is, this address."""
+    if host == "localhost":
+        return True
+    try:
+        address = ip_address(host or "")
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class ModelEntry(Schema):
@@ -121,8 +133,12 @@ class HttpSettings(Schema):
     port: int = Field(8000, ge=0, le=65_535)
     body_bytes: int = Field(16 << 20, ge=1024)
     """Largest body of a request; larger ones are answered with 413."""
-    import_bytes: int = Field(1 << 30, ge=1024)
+    import_bytes: int = Field(256 << 20, ge=1024)
     """Largest session file for PUT /memory."""
+    imports: int = Field(2, ge=1)
+    """Of those larger than `body_bytes`, how many one ingress replica takes at once; more are answered with 503."""
+    send_seconds: float = Field(60.0, gt=0)
+    """A client that takes nothing of its answer for so long is taken to have left."""
     body_seconds: float = Field(30.0, gt=0)
     """A client that takes longer to send its request is answered with 408."""
     coalesce: float = Field(0.02, ge=0, le=1)
@@ -171,7 +187,11 @@ class ServeConfig(Schema):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             problems.append(f"models: {', '.join(twice)} twice; give each a `name` of its own")
-        if self.keys is None and self.http.host not in ("127.0.0.1", "localhost", "::1"):
+        served = [model.checkpoint.resolve() for model in self.models if model.use != "retired"]
+        if len(set(served)) < len(served):
+            again = ", ".join(sorted({str(folder) for folder in served if served.count(folder) > 1}))
+            problems.append(f"models: {again} under two names; sessions belong to weights, so serve these under one name")
+        if self.keys is None and not is_local(self.http.host):
             problems.append(
                 f"http.host {self.http.host!r}: without API keys only 127.0.0.1 is allowed; make one with `pmi keys create`, "
                 "then give its file as `keys`"

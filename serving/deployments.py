@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
 import grpc
@@ -32,7 +32,7 @@ from serving.api.local import load_model, make_engine, open_configured_store
 from serving.api.service import Service
 from serving.api.turns import EngineLostError, Served, aside
 from serving.auth import Keys
-from serving.config import ChatTemplate, Limits, ModelEntry, ServeConfig
+from serving.config import ChatTemplate, Limits, ModelEntry, ServeConfig, is_local
 from serving.engine import EngineStoppedError, Request
 from serving.limits import Buckets
 from serving.metrics import Metrics, RaySink
@@ -135,7 +135,9 @@ class EngineReplica:
                 now |= {
                     "pmi_journal_transactions": journal.transactions,
                     "pmi_journal_seconds": journal.seconds,
+                    "pmi_journal_bytes": journal.bytes,
                     "pmi_snapshots": journal.snapshots,
+                    "pmi_snapshot_seconds": journal.snapshot_seconds,
                     "pmi_snapshot_bytes": journal.snapshot_bytes,
                 }
             for metric, value in now.items():
@@ -192,14 +194,27 @@ class RayEngine:
 
     async def inspect(self, tenant: str, session: str) -> dict[str, Any]:
         """See EngineClient."""
-        return _value(await self.handle.options(session_id=f"{tenant}/{session}").inspect.remote(tenant, session))
+        return await _value(self.handle.options(session_id=f"{tenant}/{session}").inspect.remote(tenant, session))
 
     async def check(self, data: bytes) -> Content:
         """See EngineClient."""
-        return _value(await self.handle.check.remote(data))
+        return await _value(self.handle.check.remote(data))
 
 
-def _value(found: Any) -> Any:
+async def _value(asked: Awaitable[Any]) -> Any:
+    """What an engine answers to a question; 503 where it cannot."""
+    try:
+        found = await asked
+    except BackPressureError as error:
+        raise ApiError(503, "service_overloaded", "all engines are busy and their queues full; try again later") from error
+    except (RayError, RayServeException, grpc.RpcError) as error:
+        log.exception("engine")
+        raise ApiError(503, "engine_lost", "the engine was lost, or could not be asked; send the request again") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ApiError(503, "engine_lost", "the engine's replica stops; send the request again") from error
     if isinstance(found, Exception):
         raise found
     return found
@@ -253,12 +268,13 @@ class RemoteLimiter:
         """See Limiter."""
         try:
             return await self.handle.take.remote(tenant, limits, tokens)
-        except (RayError, RayServeException):
+        except (RayError, RayServeException, grpc.RpcError):
             return None
 
     async def give_back(self, tenant: str, limits: Limits, tokens: int) -> None:
         """See Limiter."""
-        self.handle.give_back.remote(tenant, limits, tokens)
+        with contextlib.suppress(RayError, RayServeException, grpc.RpcError):
+            self.handle.give_back.remote(tenant, limits, tokens)
 
 
 @serve.ingress()
@@ -270,6 +286,7 @@ class Ingress:
     ) -> None:
         set_up_logging()
         self.config = ServeConfig.model_validate(config)
+        await check_reach(self.config)
         models = {model.called: model for model in self.config.models}
         infos = await asyncio.gather(*(handle.info.remote() for handle in engines.values()))
         served = [
@@ -296,6 +313,24 @@ def check_store(config: ServeConfig) -> None:
         raise UserError(
             f"store {url!r}: the cluster has {len(nodes)} nodes, and SQLite serves the replicas of one machine only; "
             "give a redis://HOST:PORT/DB that all of them reach"
+        )
+
+
+async def check_reach(config: ServeConfig) -> None:
+    """UserError where strangers could ask without a key.
+
+    Ray's own proxy tells who asks, and `Front` refuses other machines. HAProxy does not: it must listen on this one only.
+    """
+    from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    if config.keys is not None or not RAY_SERVE_ENABLE_HA_PROXY:
+        return
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    host = (await controller.get_http_config.remote()).host
+    if not is_local(host):
+        raise UserError(
+            f"HAProxy listens on {host!r}: without API keys only 127.0.0.1 is allowed; make one with `pmi keys create`, then "
+            "give its file as `keys`, or say `http_options: {host: 127.0.0.1}`"
         )
 
 

@@ -21,6 +21,8 @@ BASE = {
     "RAY_worker_niceness": "0",  # Ray's own 15 starves replicas beside any other program
     # requests and tokens go from process to process over gRPC, which costs far less than Ray's object store
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    # of gRPC's own 4 MiB per message an exported session, or a long prompt, is more
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
     # nothing in our replicas blocks their event loop, so it needs no second one beside it
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

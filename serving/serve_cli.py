@@ -118,6 +118,7 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
         os.environ["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "1"  # this process, unlike a replica, has no event loop
         from ray import serve as rayserve
 
+        from serving.config import is_local
         from serving.deployments import application
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -132,10 +133,8 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
     over: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):  # only now: Ray puts its own in place, which print a stack
         signal.signal(number, lambda got, _: over.append(got))
-    if config.http.host not in ("127.0.0.1", "localhost", "::1"):
-        where = f"http://{socket.gethostname()}:{port}"
-    else:
-        where = f"http://{config.http.host}:{port}"
+    name = config.http.host if is_local(config.http.host) else socket.gethostname()
+    where = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
     _tell(config, where, metrics_port, time.monotonic() - began)
     _tell_retired(config)
     again: list[int] = []
@@ -145,8 +144,10 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
         if again:
             again.clear()
             try:
-                config = load()
-                rayserve.run(application(config), name="pmi", route_prefix="/")
+                changed = load()
+                _check_reload(config, changed)
+                rayserve.run(application(changed), name="pmi", route_prefix="/")
+                config = changed
                 stdout.print(f"updated: {', '.join(f'{m.called} ({m.use})' for m in config.models)}")
                 _tell_retired(config)
             except (UserError, OSError, RuntimeError) as error:
@@ -161,6 +162,17 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
         time.sleep(0.3)
     rayserve.shutdown()
     ray.shutdown()
+
+
+def _check_reload(old: "ServeConfig", new: "ServeConfig") -> None:
+    """UserError where a change needs a new start: what Ray's proxy was started with stays as it is."""
+    problems = []
+    for name in ("host", "port", "throughput"):
+        before, after = getattr(old.http, name), getattr(new.http, name)
+        if before != after:
+            problems.append(f"http.{name}: {before!r} cannot become {after!r} while the service runs; stop it and start it again")
+    if problems:
+        raise UserError(problems)
 
 
 def _tell_retired(config: "ServeConfig") -> None:
@@ -215,7 +227,7 @@ def _check_store(config: Any) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    with socket.socket() as trial:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))

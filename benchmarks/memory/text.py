@@ -3,16 +3,15 @@
     pmi data prepare pg19 --source ... --tokenizer pieces --vocab-size 2048 --out data/pg19-2k
     python -m benchmarks.memory.text --runs runs/memory --seeds 0 1 2 --jobs 2
 
-Every run is `pmi train`, `pmi export` and `pmi eval`, one thread each; what is done stays done, so the same command goes on where it
-was ended. Contenders differ in the model only:
+Every run is `pmi train`, `pmi export` and `pmi eval`, one thread each; what is done stays done, so the same command goes on where
+it was ended. Contenders differ in the model only:
 
 on         configs/train/pg19-memory.yaml
 off        the window alone
 wide       the window alone, with a feed-forward network that makes it as large as `on`
 far        the window alone, with a window that makes its state as large as that of `on`
-untaught   memory on, but drawn like any other weights instead of starting as an induction head
 
-Equal tokens: all read the same. The processor time of training is in the table beside it.
+Equal tokens: all read the same, in the same order.
 """
 
 import argparse
@@ -88,7 +87,7 @@ def command(out: Path, *words: object) -> None:
 
 def report(args: argparse.Namespace) -> None:
     """What is done, contender by contender: the mean over seeds, and the differences to `off` book by book."""
-    table = Table("contender", "seeds", "nats per token, by seed", "against off (95 %, books in pairs)", "parameters", "train s")
+    table = Table("contender", "seeds", "nats per token, by seed", "against off (95 %, books in pairs)")
     rows = []
     for name in CONTENDERS:
         seeds = [seed for seed in args.seeds if (folder(args, name, seed) / "eval" / "result.json").exists()]
@@ -104,7 +103,7 @@ def report(args: argparse.Namespace) -> None:
                 row[mode] = [_against_on(folder(args, name, seed) / "eval", mode) for seed in seeds]
         rows.append(row)
         shown = "; ".join(f"{gap['nats_per_token']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})" for gap in gaps)
-        table.add_row(name, str(len(seeds)), ", ".join(f"{x:.4f}" for x in values), shown, "", "")
+        table.add_row(name, str(len(seeds)), ", ".join(f"{x:.4f}" for x in values), shown)
     console.print(table)
     about = {"data": args.data.name, "split": args.split, "steps": args.steps, "rows": rows}
     save(f"memory_text_{args.data.name}_{args.steps}", about)

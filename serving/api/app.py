@@ -68,10 +68,9 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(Exception, failed)
     for kind in (ApiError, UserError):
         app.add_exception_handler(kind, failed)
-    http = service.config.http
     app.add_middleware(
-        Front, tenant=service.tenant, count=service.metrics, ongoing=http.ongoing, body_bytes=http.body_bytes,
-        import_bytes=http.import_bytes,        body_seconds=http.body_seconds,
+        Front, tenant=service.tenant, count=service.metrics, settings=service.config.http, local=service.keys is None,
+        before_import=service.before_import,
     )  # fmt: skip
     app.openapi = lambda: _document(app, service.keys is not None)  # type: ignore[method-assign]
     return app

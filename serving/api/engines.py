@@ -96,7 +96,7 @@ class LocalEngine:
         except ImportError as error:
             raise ApiError(501, "not_implemented", "inspection is not part of this version") from error
         found = await _aside(self.store.get, tenant, session)
-        return (await _aside(inspect_session, self.store, found, self.engine.checkpoint)).row()
+        return {"version": found.version} | (await _aside(inspect_session, self.store, found, self.engine.checkpoint)).row()
 
     async def check(self, data: bytes) -> Content:
         """See EngineClient."""

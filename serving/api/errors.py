@@ -12,6 +12,7 @@ from serving.sessions.errors import (
     ExistsError,
     FullError,
     InvalidError,
+    KeyReusedError,
     NotFoundError,
     NotRetainedError,
     StaleError,
@@ -27,6 +28,7 @@ TYPES = {
 TABLE: list[tuple[type[BaseException], int, str]] = [
     (BusyError, 409, "session_busy"),
     (StaleError, 409, "session_lost"),
+    (KeyReusedError, 409, "idempotency_key_reused"),
     (ConflictError, 409, "version_conflict"),
     (ExistsError, 409, "session_exists"),
     (NotRetainedError, 409, "position_not_retained"),

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.api.errors import ApiError, as_api_error
 from serving.api.turns import new_id
 from serving.auth import Tenant
+from serving.config import HttpSettings, is_local
 
 Result = TypeVar("Result")
 KEEP_ALIVE = 15.0
@@ -35,12 +36,13 @@ class Front:
     """What every request passes first: an id, who asks, its body, and afterwards its line in the log."""
 
     def __init__(
-        self, app: ASGIApp, tenant: Callable[[str | None], Tenant], count: Callable[..., None], ongoing: int,
-        body_bytes: int, import_bytes: int,        body_seconds: float,
+        self, app: ASGIApp, tenant: Callable[[str | None], Tenant], count: Callable[..., None], settings: HttpSettings,
+        local: bool, before_import: Callable[[Request, int], Awaitable[None]],
     ) -> None:  # fmt: skip
-        self.app, self.tenant, self.count = app, tenant, count
-        self.ongoing, self._now = ongoing, 0
-        self.body_bytes, self.import_bytes, self.body_seconds = body_bytes, import_bytes, body_seconds
+        """`local`: there are no keys, so only this machine may ask."""
+        self.app, self.tenant, self.count, self.settings = app, tenant, count, settings
+        self.local, self.before_import = local, before_import
+        self._now, self._imports = 0, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -61,14 +63,20 @@ class Front:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", id.encode())]
-            await send(message)
+            try:
+                async with asyncio.timeout(self.settings.send_seconds):
+                    await send(message)
+            except TimeoutError as error:
+                raise ClientGoneError from error
 
         self._now += 1
         try:
             try:
-                if self._now > self.ongoing and scope["path"] not in OPEN:
-                    raise ApiError(503, "service_overloaded", f"{self.ongoing} requests are under way here; try again later")
+                ongoing = self.settings.ongoing
+                if self._now > ongoing and scope["path"] not in OPEN:
+                    raise ApiError(503, "service_overloaded", f"{ongoing} requests are under way here; try again later")
                 if scope["path"] not in OPEN:
+                    self._check_place(scope)
                     state["tenant"] = self.tenant(_bearer(headers))
                     facts["tenant"] = state["tenant"].id
                 inner = await self._body(scope, headers, receive)
@@ -85,24 +93,47 @@ class Front:
                 await error_response(problem)(scope, receive, answer)
         finally:
             self._now -= 1
+            self._imports -= state.get("importing", 0)
             facts |= {"status": status, "seconds": round(time.perf_counter() - began, 4)}
             if scope["path"] not in OPEN:
                 log.info("request", extra={"facts": facts})
                 route = getattr(scope.get("route"), "path", "other")
                 self.count("pmi_requests", 1.0, tenant=facts.get("tenant", "none"), route=route, status=str(status))
 
+    def _check_place(self, scope: Scope) -> None:
+        """403 for other machines where there are no keys: `http.host` is not where a cluster's proxy listens."""
+        client = scope.get("client") or (None,)
+        if self.local and not is_local(client[0]):
+            raise ApiError(
+                403, "no_keys", "this service has no API keys, so it answers its own machine only; make some with "
+                "`pmi keys create` and give their file as `keys`",
+            )  # fmt: skip
+
+    def _check_imports(self, state: dict[str, Any], size: int) -> None:
+        """503 for a large body while others are held in memory."""
+        if size > self.settings.body_bytes and not state.get("importing"):
+            if self._imports >= self.settings.imports:
+                raise ApiError(503, "service_overloaded", f"{self._imports} large files are being imported; try again", retry=5)
+            self._imports += 1
+            state["importing"] = 1
+
     async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> Receive:
         """The body, read whole within its limits of size and time."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return receive
-        limit = self.import_bytes if scope["method"] == "PUT" and scope["path"].endswith("/memory") else self.body_bytes
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
+        imports = scope["method"] == "PUT" and scope["path"].endswith("/memory")
+        limit = self.settings.import_bytes if imports else self.settings.body_bytes
+        given = headers.get("content-length", "")
+        length = int(given) if given.isdecimal() and len(given) < 20 else 0
+        if length > limit:
             raise _too_large(limit)
+        if imports:
+            await self.before_import(Request(scope), length)
+            self._check_imports(scope["state"], length)
         parts: list[bytes] = []
         size, more = 0, True
         try:
-            async with asyncio.timeout(self.body_seconds):
+            async with asyncio.timeout(self.settings.body_seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -112,8 +143,10 @@ class Front:
                     more = message.get("more_body", False)
                     if size > limit:
                         raise _too_large(limit)
+                    self._check_imports(scope["state"], size)
         except TimeoutError as error:
-            raise ApiError(408, "slow_request", f"the request's body took longer than {self.body_seconds:g} s") from error
+            seconds = self.settings.body_seconds
+            raise ApiError(408, "slow_request", f"the request's body took longer than {seconds:g} s") from error
         body: bytes | None = b"".join(parts)
 
         async def replay() -> Message:
@@ -185,6 +218,9 @@ class EventStream(Response):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
+        except ClientGoneError:  # it does not read
+            self.gone()
+            raise
         finally:
             if not sending.done():  # the reader has left, or the proxy has cancelled us because it did
                 self.gone()

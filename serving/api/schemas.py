@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from serving.sessions.records import MAX_RETAIN, MAX_TTL
+
 LARGEST = 2**63 - 1
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}$"
 Name = Annotated[str, StringConstraints(pattern=NAME)]
@@ -156,8 +158,8 @@ class CreateSession(Body, SamplingFields):
     model: Text | None = Field(None, max_length=256, description="A served model's id (default: the first).")
     seed: int = Field(0, ge=0, le=LARGEST)
     keep_history: bool = Field(False, description="Also keep every token ever read (grows): needed to move to another model.")
-    retain: int = Field(1, ge=0, le=1024, description="Old segment boundaries that can be gone back to.")
-    ttl: float | None = Field(None, gt=0, le=1e10, description="Seconds after its last change until it may be removed.")
+    retain: int = Field(1, ge=0, le=MAX_RETAIN, description="Old segment boundaries that can be gone back to.")
+    ttl: float | None = Field(None, gt=0, le=MAX_TTL, description="Seconds after its last change until it may be removed.")
 
 
 class AppendRequest(Body):

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from lm.errors import UserError
 from lm.generation.sampling import Sampling
 from serving.api.chat import Delta, Past, recognise
 from serving.api.errors import ApiError, as_api_error
@@ -59,6 +60,11 @@ class Service:
     ) -> None:  # fmt: skip
         self.config, self.store, self.limiter, self.metrics, self.keys = config, store, limiter, metrics, keys
         self.models = {served.client.info.fingerprint: served for served in models}
+        if len(self.models) < len(models):
+            names = ", ".join(served.client.info.name for served in models)
+            raise UserError(
+                f"models {names}: two have the same weights; sessions belong to weights, so serve these under one name"
+            )
         self.asked: float | None = None
         """When somebody last asked for this replica's health (perf_counter)."""
         self.turns = Turns(store, self.models, config.engine.lease, metrics)
@@ -264,7 +270,7 @@ class Service:
     ) -> list[Turn]:
         attempt = self._attempt(caller, body, plans[0].kind, session)
         await self.admit(caller, sum(len(plan.prompt) + plan.tokens for plan in plans) * n)
-        if session is not None:
+        if session is not None or (len(plans) * n == 1 and (body.stream or caller.key is not None)):  # what is recorded
             await self.check_room(caller)
         if len(plans) * n == 1:
             turn = await self.turns.start(plans[0], session, attempt, bool(body.stream), logprobs=logprobs)
@@ -331,17 +337,26 @@ class Service:
                 429, "rate_limit_exceeded", f"{name}: {allowed:,} are allowed; try again in {seconds:.1f} s", retry=seconds
             )  # fmt: skip
 
-    async def check_room(self, caller: Caller, sessions: int = 0) -> None:
-        """403 if the tenant has used up its room, or would have more sessions than it may."""
+    async def before_import(self, request: Request, size: int) -> None:
+        """403 before the body of an import, of so many bytes (0: unknown), is read, if there is no room for it."""
+        caller = self.caller(request)
+        await self.check_room(caller)
+        limit = caller.limits.stored_bytes
+        if limit is not None and size > limit:  # whatever it replaces
+            raise ApiError(403, "quota_exceeded", f"a file of {size:,} bytes: {limit:,} may be stored")
+
+    async def check_room(self, caller: Caller, sessions: int = 0, size: int = 0) -> None:
+        """403 if the tenant has used up its room, or has none for `size` more bytes, or would have too many sessions."""
         limits = caller.limits
         if limits.stored_bytes is None and (limits.sessions is None or not sessions):
             return
         usage = await aside(self.store.usage, caller.tenant)
         stored = usage.bytes + usage.response_bytes
-        if limits.stored_bytes is not None and stored >= limits.stored_bytes:
+        if limits.stored_bytes is not None and (stored >= limits.stored_bytes or stored + size > limits.stored_bytes):
             self.metrics("pmi_limited", tenant=caller.tenant, limit="stored_bytes")
+            more = f" and {size:,} more were sent" if size > 0 else ""
             raise ApiError(
-                403, "quota_exceeded", f"{stored:,} bytes are stored, {limits.stored_bytes:,} are allowed; delete sessions"
+                403, "quota_exceeded", f"{stored:,} bytes are stored{more}, {limits.stored_bytes:,} are allowed; delete sessions"
             )
         if limits.sessions is not None and usage.sessions + sessions > limits.sessions:
             self.metrics("pmi_limited", tenant=caller.tenant, limit="sessions")
@@ -350,19 +365,20 @@ class Service:
     async def _counted(self, turn: Turn, caller: Caller) -> AsyncGenerator[Piece]:
         """A turn's pieces, with their times and numbers noted."""
         info = self.models[turn.model].client.info
-        last, count, finished = 0.0, turn.had, False
+        last, count, begun, finished = 0.0, turn.had, False, False
         try:
             async with aclosing(turn.pieces) as pieces:
                 async for piece in pieces:
                     now = time.perf_counter()
-                    if piece.ids and not last:
+                    if piece.ids and not begun:
+                        begun = True
                         self.metrics("pmi_first_token_seconds", now - caller.request.state.began, model=info.name)
-                    elif piece.count > count:
+                    elif piece.count > count and last:
                         self.metrics("pmi_token_seconds", (now - last) / (piece.count - count), model=info.name)
                     count, last, finished = max(count, piece.count), now, piece.finish is not None
                     yield piece
         except Exception as error:
-            if count:  # before the first token it is the request that fails, and is counted there
+            if begun:  # before the first token it is the request that fails, and is counted there
                 self.note(as_api_error(error))
             raise
         finally:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from serving.api import schemas
 from serving.api.completions import ERRORS, STREAM, KeyHeader
@@ -20,11 +20,14 @@ from serving.api.service import Caller, Service
 from serving.api.turns import Piece, Turn, aside, new_id
 from serving.engine import Request as EngineRequest
 from serving.sessions.errors import ExistsError, NotFoundError
+from serving.sessions.records import ROW
 from serving.sessions.store import Content, Session, Settings
 from serving.sessions.store import Response as Stored
 
 VersionQuery = Annotated[int | None, Query(ge=0, le=schemas.LARGEST, description="Refuse (409) unless the session is at it.")]
 BINARY: dict[str, Any] = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+PIECE = 1 << 20
+"""Bytes of an export that are sent at once."""
 WHOLE_BODY = {"requestBody": {"required": True, **BINARY}}
 
 
@@ -117,11 +120,13 @@ def routes(service: Service) -> APIRouter:
         return shown(await aside(store.rollback, caller.tenant, id, position, expected))
 
     @router.get("/{id}/inspect")
-    async def inspect(request: Request, id: Name) -> dict[str, Any]:
+    async def inspect(request: Request, response: Response, id: Name) -> dict[str, Any]:
         """A look into the memory: length of slots, gates, and what the last segment's tokens read."""
         caller = service.caller(request)
         session = await find(caller, id)
-        return await service.model_of(session).client.inspect(caller.tenant, id)
+        found = await service.model_of(session).client.inspect(caller.tenant, id)
+        response.headers.update(_place(found["version"], found["position"]))
+        return found
 
     @router.get("/{id}/memory", response_class=Response, responses={200: BINARY})
     async def export(request: Request, id: Name) -> Response:
@@ -130,10 +135,12 @@ def routes(service: Service) -> APIRouter:
 
         caller = service.caller(request)
         caller.facts["session"] = id
-        content = await aside(store.content, caller.tenant, id)
+        version, content = await aside(store.versioned, caller.tenant, id)
         data = await aside(dump_session, content)
-        headers = {"Content-Disposition": f'attachment; filename="{id.replace(":", "_")}.safetensors"'}
-        return Response(data, headers=headers, media_type="application/octet-stream")
+        name = f"{id.replace(':', '_')}.safetensors"
+        headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(len(data))}
+        headers |= _place(version, content.position)
+        return StreamingResponse(_pieces(data), headers=headers, media_type="application/octet-stream")
 
     @router.put("/{id}/memory", openapi_extra=WHOLE_BODY)
     async def import_(request: Request, id: Name, expected_version: VersionQuery = None) -> SessionObject:
@@ -148,11 +155,11 @@ def routes(service: Service) -> APIRouter:
         except NotFoundError:
             session = None
         if session is None and expected_version is None:
-            await service.check_room(caller, 1)
+            await service.check_room(caller, 1, ROW + len(data))
             return shown(await aside(store.restore, caller.tenant, id, content))
         if expected_version is None:
             raise ExistsError(f"session {id!r} exists; give its version as expected_version to replace it")
-        await service.check_room(caller)
+        await service.check_room(caller, 0, ROW + len(data) - (0 if session is None else session.bytes))
         return shown(await aside(store.put_snapshot, caller.tenant, id, content, expected_version))
 
     @router.post("/{id}/migrate")
@@ -163,6 +170,16 @@ def routes(service: Service) -> APIRouter:
         return shown(await attended(request, _migrate(service, caller, session, body)))
 
     return router
+
+
+def _place(version: int, position: int) -> dict[str, str]:
+    return {"X-Session-Version": str(version), "X-Session-Position": str(position)}
+
+
+async def _pieces(data: bytes) -> AsyncGenerator[bytes]:
+    """A large answer in messages of a size that everything in between takes."""
+    for start in range(0, len(data), PIECE):
+        yield data[start : start + PIECE]  # bytes, not a view: Ray pickles it
 
 
 async def _append(service: Service, caller: Caller, id: str, body: schemas.AppendRequest) -> Turn:

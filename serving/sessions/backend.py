@@ -164,7 +164,7 @@ class Backend(ABC):
 
     @abstractmethod
     def evict_responses(self, now: float, limit: int | None) -> tuple[int, int]:
-        """Remove expired responses and, longest unchanged first, those over the limit; running ones stay. (count, bytes)."""
+        """Remove expired responses and then those over the limit (see `make_room`); running ones stay. (count, bytes)."""
 
     @abstractmethod
     def collect(self) -> int:

@@ -17,6 +17,7 @@ from serving.sessions.errors import (
     DamagedError,
     ExistsError,
     InvalidError,
+    KeyReusedError,
     NotFoundError,
     StaleError,
     StoreError,
@@ -271,7 +272,7 @@ class BaseStore(Reader):
             if found.key != response.key or response.key is None:
                 raise ExistsError(f"response {response.id!r} exists; choose another id")
             if found.request != response.request:
-                raise ConflictError(
+                raise KeyReusedError(
                     f"idempotency key {response.key!r} was used for another request; use a new key for a new request"
                 )
             return found, False

@@ -190,7 +190,7 @@ def import_(
     file: Annotated[Path, typer.Argument(help="A file that `pmi sessions export` wrote.")],
     name: Annotated[str, typer.Argument(help="Name of the new session.")],
     checkpoint: CheckpointFolder,
-    retain: Annotated[int, typer.Option(help="Old boundaries to keep for rollback.", min=0)] = 1,
+    retain: Annotated[int, typer.Option(help="Old boundaries to keep for rollback.", min=0, max=1024)] = 1,
     store: Store = None,
     tenant: Tenant = "local",
     durability: Durability = "full",

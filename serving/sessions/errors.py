@@ -39,6 +39,10 @@ class ConflictError(StoreError):
         self.found = found
 
 
+class KeyReusedError(ConflictError):
+    """An idempotency key that another request has had."""
+
+
 class NotRetainedError(StoreError):
     """A position that cannot be gone back to."""
 

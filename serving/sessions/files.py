@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from lm.data.files import write_atomically
+from lm.errors import UserError
+from lm.generation.sampling import Sampling
 from lm.model.pretrained import Checkpoint
 from lm.model.snapshot import SnapshotError, load_snapshot
 from serving.sessions.errors import InvalidError
@@ -28,6 +30,8 @@ MAX_BYTES = 1 << 32
 KINDS = {"recent": "<i4", "tail": "<i4", "history": "<i4", "snapshot": "|u1"}
 CARRIED: dict[str, type] = {"model": str, "tokenizer": str, "segment": int, "seed": int, "sampling": dict, "keep_history": bool}
 """The settings that travel; how long it lives and what is retained is for the store that takes it in."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a session may say of its sampling: its seed stands apart, its stream is the store's."""
 
 
 def dump_session(content: Content) -> bytes:
@@ -86,6 +90,7 @@ def load_session(data: bytes, checkpoint: Checkpoint) -> Content:
     history = tuple(tensors["history"].tolist()) if "history" in tensors else None
     content = Content(settings, boundary, snapshot, tuple(tensors["recent"].tolist()), tuple(tensors["tail"].tolist()), history)
     check_content(content)
+    _check_sampling(dict(settings.sampling))
     if snapshot is not None:
         try:
             state = load_snapshot(checkpoint.model, snapshot, checkpoint.identity)
@@ -140,6 +145,20 @@ def _settings(about: dict[str, Any], checkpoint: Checkpoint) -> Settings:
     if problems:
         raise InvalidError(problems)
     return Settings(**{name: about[name] for name in CARRIED})
+
+
+def _check_sampling(values: dict[str, Any]) -> None:
+    """What every later request on the session would fail with."""
+    problems = [
+        f"sampling {name[:40]!r}: not a setting; there are {', '.join(SAMPLING)}" for name in values.keys() - set(SAMPLING)
+    ]
+    if not problems:
+        try:
+            Sampling(**values).checked()
+        except UserError as error:
+            problems = [f"sampling: {problem[:200]}" for problem in error.problems]
+    if problems:
+        raise InvalidError(problems)
 
 
 def _array(ids: tuple[int, ...]) -> "np.ndarray[Any, np.dtype[Any]]":

@@ -44,6 +44,10 @@ class Reader(Backend):
 
     def content(self, tenant: str, id: str) -> Content:
         """See SessionStore."""
+        return self.versioned(tenant, id)[1]
+
+    def versioned(self, tenant: str, id: str) -> tuple[int, Content]:
+        """A session's version, and its content at that version."""
         for _ in range(ATTEMPTS):
             row = self._need(tenant, id)
             record, present = row.record, row.record.boundaries[-1]
@@ -56,7 +60,8 @@ class Reader(Backend):
                 continue
             tail = records.unpack(record.tail)
             whole = None if history is None else records.unpack(history) + tail
-            return Content(record.settings, present.position, data, records.unpack(present.recent), tail, whole)
+            recent = records.unpack(present.recent)
+            return record.version, Content(record.settings, present.position, data, recent, tail, whole)
         raise UnavailableError(f"session {id!r} changes faster than it can be read; try again when it is idle")
 
     def list(self, tenant: str | None, after: str | None = None, limit: int = 100, model: str | None = None) -> Page:

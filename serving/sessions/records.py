@@ -26,6 +26,8 @@ SEAL = 8
 ROW = 4096
 """What a session's head is counted as: a page, whatever the tail holds just now."""
 MAX_SAMPLING = 4096
+MAX_RETAIN, MAX_TTL = 1024, 1e10
+"""Old boundaries that a session may keep, and the seconds it may live unchanged."""
 HEAD = struct.Struct("<HQQQdI")
 """Of a head: format, version, turn, boundary, time of the change, length of the origin."""
 
@@ -368,12 +370,12 @@ def check_settings(settings: Settings) -> None:
     problems = []
     if settings.segment < 1:
         problems.append(f"segment {settings.segment}: must be at least 1")
-    if settings.retain < 0:
-        problems.append(f"retain {settings.retain}: must be 0 or more")
+    if not 0 <= settings.retain <= MAX_RETAIN:
+        problems.append(f"retain {settings.retain}: must be in 0..{MAX_RETAIN}")
     if not 0 <= settings.seed < 2**63:
         problems.append(f"seed {settings.seed}: must be in 0..2^63-1")
-    if settings.ttl is not None and not 0 < settings.ttl < 1e12:
-        problems.append(f"ttl {settings.ttl}: must be positive seconds")
+    if settings.ttl is not None and not 0 < settings.ttl <= MAX_TTL:
+        problems.append(f"ttl {settings.ttl}: must be seconds, more than 0 and at most {MAX_TTL:g}")
     for name in ("model", "tokenizer"):
         if not 0 < len(getattr(settings, name)) <= 128:
             problems.append(f"{name} {getattr(settings, name)[:40]!r}: must be a fingerprint of 1 to 128 characters")

@@ -28,7 +28,7 @@ from serving.sessions.backend import Key, Raw, Verdict, Write, held
 from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import FullError, InvalidError, UnavailableError
-from serving.sessions.responses import ResponseRow, ResponseWrite
+from serving.sessions.responses import ResponseRow, ResponseWrite, make_room
 from serving.sessions.store import Lease, Limits, Response, Usage
 
 PATIENCE = 10.0
@@ -262,14 +262,22 @@ class RedisStore(BaseStore):
 
     def evict_responses(self, now: float, limit: int | None) -> tuple[int, int]:
         """See Backend."""
-        total = self.usage().response_bytes
-        over = limit is not None and total > limit
-        high = "+inf" if over else repr(now)
-        count = freed = 0
-        for name in self._try(self._redis.zrangebyscore, self._key("responses"), "-inf", high):
-            size = self._run("evict_response", *_member(name), int(limit is not None and total - freed > limit))
-            if size >= 0:
-                count, freed = count + 1, freed + size
+
+        def drop(key: Key, over: bool = True) -> int | None:
+            size = self._run("evict_response", *key, int(over))
+            return None if size < 0 else size
+
+        expired = [
+            size
+            for name in self._try(self._redis.zrangebyscore, self._key("responses"), "-inf", repr(now))
+            if (size := drop(_member(name), over=False)) is not None
+        ]
+        count, freed = len(expired), sum(expired)
+        if limit is not None and self.usage().response_bytes > limit:
+            keys = [_member(name) for name in self._try(self._redis.zrange, self._key("responses"), 0, -1)]
+            used = {tenant: self.usage(tenant).response_bytes for tenant in {tenant for tenant, _ in keys}}
+            more, bytes_ = make_room(used, limit, ((key[0], key) for key in keys), drop)
+            count, freed = count + more, freed + bytes_
         return count, freed
 
     # --- upkeep --------------------------------------------------------------------------------------------------

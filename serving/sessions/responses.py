@@ -1,13 +1,16 @@
 """Responses as stored bytes: a sealed head with ids, then sealed pieces of ids, which are folded into the head when it pauses."""
 
-from collections.abc import Sequence
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from serving.sessions.errors import ConflictError
 from serving.sessions.records import pack, seal, seal_json, unpack, unseal, unseal_json
 from serving.sessions.store import Progress, Response
 
+Item = TypeVar("Item")
 FIELDS = ("session", "key", "request", "parameters", "start", "status", "detail", "created", "updated", "expires")
 
 
@@ -71,3 +74,27 @@ def advance_response(response: Response, progress: Progress, now: float, ttl: fl
     return ResponseWrite(
         response.tenant, response.id, progress.at, None, encode_response(made), len(made.ids), made.expires, running
     )
+
+
+def make_room(
+    used: Mapping[str, int], limit: int, waiting: Iterable[tuple[str, Item]], drop: Callable[[Item], int | None]
+) -> tuple[int, int]:
+    """Drop responses until all tenants together use no more than `limit`: always the first of the tenant that uses most.
+
+    So one that fills the store pushes out its own only. `waiting`: (tenant, item), oldest first; `drop` says how many bytes
+    that gave, None: it stays. The number dropped, and their bytes.
+    """
+    queues: defaultdict[str, deque[Item]] = defaultdict(deque)
+    for tenant, item in waiting:
+        queues[tenant].append(item)
+    total, count, freed = sum(used.values()), 0, 0
+    largest = [(-used.get(tenant, 0), tenant) for tenant in queues]
+    heapq.heapify(largest)
+    while largest and total - freed > limit:
+        size, tenant = heapq.heappop(largest)
+        given = drop(queues[tenant].popleft())
+        if given is not None:
+            count, freed, size = count + 1, freed + given, size + given
+        if queues[tenant]:
+            heapq.heappush(largest, (size, tenant))
+    return count, freed

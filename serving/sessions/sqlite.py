@@ -19,7 +19,7 @@ from serving.sessions.base import BaseStore
 from serving.sessions.blobs import FolderBlobs
 from serving.sessions.errors import DamagedError, FullError, InvalidError, StoreError, UnavailableError
 from serving.sessions.records import SEAL, HistoryWrite
-from serving.sessions.responses import ResponseRow, ResponseWrite
+from serving.sessions.responses import ResponseRow, ResponseWrite, make_room
 from serving.sessions.store import LATEST_END, Lease, Limits, Response, Usage
 
 FORMAT = 1
@@ -461,18 +461,24 @@ class SQLiteStore(BaseStore):
     def evict_responses(self, now: float, limit: int | None) -> tuple[int, int]:
         """See Backend."""
         with self._transaction() as db:
-            total = db.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()[0]
             leased = f"EXISTS (SELECT 1 FROM sessions s WHERE (s.tenant, s.id) = (r.tenant, r.session) AND {HELD})"
             rows = db.execute(
-                f"SELECT key, bytes, expires, running FROM responses r WHERE NOT (running AND {leased}) ORDER BY expires", (now,)
-            )
-            count = freed = 0
-            for key, size, expires, running in rows.fetchall():
-                if expires > now and (running or limit is None or total - freed <= limit):
-                    continue
-                db.execute("DELETE FROM responses WHERE key = ?", (key,))
-                db.execute("DELETE FROM pieces WHERE key = ?", (key,))
-                count, freed = count + 1, freed + size
+                f"SELECT key, tenant, bytes, expires, running FROM responses r WHERE NOT (running AND {leased}) ORDER BY expires",
+                (now,),
+            ).fetchall()
+
+            def drop(row: tuple[int, int]) -> int:
+                for table in ("responses", "pieces"):
+                    db.execute(f"DELETE FROM {table} WHERE key = ?", row[:1])
+                return row[1]
+
+            expired = [drop((key, size)) for key, _, size, expires, _ in rows if expires <= now]
+            count, freed = len(expired), sum(expired)
+            if limit is not None:
+                used = dict(db.execute("SELECT tenant, sum(bytes) FROM responses GROUP BY tenant").fetchall())
+                left = ((tenant, (key, size)) for key, tenant, size, expires, running in rows if expires > now and not running)
+                more, bytes_ = make_room(used, limit, left, drop)
+                count, freed = count + more, freed + bytes_
         return count, freed
 
     # --- upkeep --------------------------------------------------------------------------------------------------

@@ -217,6 +217,7 @@ class Limits:
     """Of all sessions: the longest unchanged go first."""
     response_ttl: float = 86_400.0
     response_bytes: int | None = 1 << 30
+    """Of all responses: the oldest of the tenant that has most go first."""
 
 
 @dataclass(frozen=True)

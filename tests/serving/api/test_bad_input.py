@@ -3,15 +3,19 @@
 import json
 import socket
 import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from serving.auth import Keys
-from serving.config import Limits
-from tests.serving.api.conftest import Running, Serve
+from serving.api.http import EventStream, Front
+from serving.auth import Keys, Tenant
+from serving.config import HttpSettings, Limits
+from tests.serving.api.conftest import Running, Serve, listening
 
 DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
@@ -45,7 +49,6 @@ def bad(folder: Path, tmp_path_factory: pytest.TempPathFactory):
     from serving.api.app import make_app
     from serving.api.local import local_service
     from serving.config import ServeConfig
-    from tests.serving.api.conftest import listening
 
     store = f"sqlite:///{tmp_path_factory.mktemp('bad')}/s.db"
     values = {"models": [{"checkpoint": str(folder)}], "store": store, "http": {"body_bytes": 1 << 20, "body_seconds": 0.5}}
@@ -138,6 +141,125 @@ def test_limits_of_a_tenant(serve: Serve, tmp_path: Path) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 1 <= int(refused.headers["Retry-After"]) <= 10
     assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=other).status_code == 200
+
+
+def test_what_an_import_brings_counts_and_too_much_is_refused_before_it_is_read(serve: Serve, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.json")
+    headers = {"Authorization": f"Bearer {keys.create('ada', Limits(stored_bytes=100_000))}"}
+    running = serve(keys=str(tmp_path / "keys.json"))
+    with connected(running) as slow:  # the body is never sent
+        slow.sendall(b"PUT /v1/sessions/b/memory HTTP/1.1\r\nHost: x\r\nContent-Length: 130000\r\n")
+        slow.sendall(f"Authorization: {headers['Authorization']}\r\n\r\n".encode())
+        assert slow.recv(4096).startswith(b"HTTP/1.1 403")
+    http = running.http(headers=headers)
+    http.post("/v1/sessions", json={"id": "a"})
+    http.post("/v1/completions", json={"prompt": "x" * 300, "max_tokens": 1, "session_id": "a"})
+    file = http.get("/v1/sessions/a/memory").content
+    codes = [http.put(f"/v1/sessions/b{i}/memory", content=file).status_code for i in range(20)]
+    assert codes == sorted(codes)
+    assert set(codes) == {200, 403}
+    usage = running.service.store.usage("ada")
+    assert usage.bytes + usage.response_bytes <= 100_000
+    again = http.put("/v1/sessions/b0/memory?expected_version=1", content=file)
+    assert again.status_code == 200, "in place of what it had"
+
+
+def test_whatever_is_recorded_needs_room(serve: Serve, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.json")
+    headers = {"Authorization": f"Bearer {keys.create('ada', Limits(stored_bytes=4000))}"}
+    http = serve(keys=str(tmp_path / "keys.json")).http(headers=headers)
+    ask = {"prompt": "x", "max_tokens": 2}
+    assert http.post("/v1/sessions", json={"id": "a"}).status_code == 201
+    assert http.post("/v1/completions", json=ask).status_code == 200, "nothing is kept of it"
+    for body, more in ((ask | {"stream": True}, {}), (ask, {"Idempotency-Key": "k"}), (ask | {"session_id": "a"}, {})):
+        answer = http.post("/v1/completions", json=body, headers=more)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "quota_exceeded")
+
+
+def test_large_imports_are_taken_a_few_at_a_time(serve: Serve) -> None:
+    running = serve(http={"body_bytes": 100_000, "imports": 1})
+
+    def send(size: int) -> httpx.Response:
+        return running.http().put("/v1/sessions/y/memory", content=b"x" * size)
+
+    with connected(running) as slow:
+        slow.sendall(b"PUT /v1/sessions/x/memory HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n")
+        time.sleep(0.2)
+        refused = send(200_000)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "service_overloaded")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert send(50_000).status_code == 400, "a small one is no matter"
+        slow.sendall(b"x" * 200_000)
+        assert slow.recv(4096).startswith(b"HTTP/1.1 400")
+    assert send(200_000).status_code == 400, "there is room again"
+
+
+@contextmanager
+def connected(running: Running) -> Iterator[socket.socket]:
+    target = urlsplit(running.url)
+    with socket.create_connection((target.hostname, target.port)) as made:
+        made.settimeout(10)
+        yield made
+
+
+def test_without_keys_other_machines_are_refused(bad: Running) -> None:
+    """uvicorn believes a proxy on this machine about who asks, as it does in front of Ray."""
+    for address, status in (("203.0.113.9", 403), ("10.0.0.1", 403), ("fe80::1", 403), ("127.0.0.1", 200), ("::1", 200)):
+        answer = bad.http().get("/v1/models", headers={"X-Forwarded-For": address})
+        assert answer.status_code == status, address
+        assert status == 200 or "pmi keys create" in answer.json()["error"]["message"]
+    assert bad.http().get("/health", headers={"X-Forwarded-For": "203.0.113.9"}).status_code == 200
+
+
+def test_with_keys_other_machines_may_ask(serve: Serve, tmp_path: Path) -> None:
+    key = Keys(tmp_path / "keys.json").create("ada")
+    headers = {"Authorization": f"Bearer {key}", "X-Forwarded-For": "203.0.113.9"}
+    assert serve(keys=str(tmp_path / "keys.json")).http().get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_client_that_does_not_read_is_taken_to_have_left() -> None:
+    """A real socket whose buffers are full: what makes the answer is closed, and it counts as a disconnect."""
+    closed: list[float] = []
+    gone: list[float] = []
+
+    async def events() -> AsyncGenerator[bytes]:
+        try:
+            while True:
+                yield b"data: " + b"x" * 100_000 + b"\n\n"
+        finally:
+            closed.append(time.monotonic())
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await EventStream(events(), {}, lambda: gone.append(time.monotonic()))(scope, receive, send)
+
+    async def nothing(request: Any, size: int) -> None:
+        pass
+
+    front = Front(app, lambda _: Tenant("local"), lambda *_, **__: None, HttpSettings(send_seconds=0.5), True, nothing)
+    with listening(front) as url, socket.socket() as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect((urlsplit(url).hostname, urlsplit(url).port))
+        began = time.monotonic()
+        lazy.sendall(b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not closed and time.monotonic() - began < 10:
+            time.sleep(0.02)
+        assert closed, "the stream is still held"
+        assert 0.4 < closed[0] - began < 5
+        assert len(gone) == 1
+
+
+def test_joining_a_response_gives_no_tokens_back(serve: Serve, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.json")
+    headers = {"Authorization": f"Bearer {keys.create('ada', Limits(tokens_per_minute=100))}"}
+    free = {"Authorization": f"Bearer {keys.create('grace', Limits())}"}
+    http = serve(keys=str(tmp_path / "keys.json")).http()
+    body: dict[str, object] = {"prompt": "a", "max_tokens": 60, "temperature": 0}
+    said = http.post("/v1/completions", json=body, headers=free).json()["choices"][0]["text"]
+    stopped = http.post("/v1/completions", json={**body, "stop": [said[6:10]]}, headers=headers | {"Idempotency-Key": "k"})
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 70}, headers=headers).status_code == 200
+    for _ in range(3):
+        assert http.get(f"/v1/streams/{stopped.json()['id']}", headers=headers).status_code == 200
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 60}, headers=headers).status_code == 429
 
 
 def test_tokens_that_were_not_used_are_given_back(serve: Serve, tmp_path: Path) -> None:

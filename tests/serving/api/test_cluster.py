@@ -15,9 +15,11 @@ import httpx
 import openai
 import pytest
 
+from serving.sessions.opening import open_store
+from serving.sessions.store import Content, Settings
 from tests.serving.api.cluster import Cluster, check_drain, free_port, read_events
 from tests.serving.api.conftest import GREEDY
-from tests.serving.engine.conftest import checkpoint, greedy
+from tests.serving.engine.conftest import SEGMENT, checkpoint, greedy
 
 pytestmark = pytest.mark.timeout(900)
 ASK = {"model": "tiny", "prompt": "The whale", **GREEDY}
@@ -26,6 +28,8 @@ ASK = {"model": "tiny", "prompt": "The whale", **GREEDY}
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp("cluster"), folder, free_port())
+    # within 40 s where nothing else runs; beside others, their share of the cores longer
+    made.patience = 40 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     try:
         made.seconds = made.start()
         yield made
@@ -68,6 +72,7 @@ def stream(cluster: Cluster, id: str, tokens: int, **more: object) -> tuple[str,
 
 
 def test_it_tells_how_to_reach_it_and_the_stock_client_does(cluster: Cluster) -> None:
+    assert cluster.seconds <= cluster.patience
     assert "this machine only" in cluster.output
     assert "curl" in cluster.output
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
@@ -93,6 +98,30 @@ def test_rays_ports_ask_for_the_token(cluster: Cluster) -> None:
     stranger = status(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
     assert stranger.returncode != 0
     assert "token" in (stranger.stdout + stranger.stderr).lower()
+
+
+def test_large_files_pass_between_proxy_ingress_and_engine(cluster: Cluster) -> None:
+    """More than the 4 MiB that a message of gRPC may have by itself, out and in; and as garbage, which is refused as such."""
+    found, history = checkpoint(), (256, *(i % 256 for i in range(700_000)))
+    settings = Settings(found.fingerprint, found.tokenizer.fingerprint(), SEGMENT, keep_history=True)
+    with contextlib.closing(open_store(f"sqlite:///{cluster.folder}/sessions.db")) as store:
+        store.restore("local", "large", Content(settings, 0, None, (), history, history))
+    http = cluster.http()
+    answer = http.get("/v1/sessions/large/memory")
+    assert len(answer.content) == int(answer.headers["Content-Length"]) > 5 << 20
+    assert (answer.headers["X-Session-Version"], answer.headers["X-Session-Position"]) == ("1", str(len(history)))
+    made = http.put("/v1/sessions/copy/memory", content=answer.content)
+    assert (made.status_code, made.json()["position"]) == (200, len(history)), made.text
+    garbage = http.put("/v1/sessions/garbage/memory", content=b"\xff" * (6 << 20))
+    assert (garbage.status_code, garbage.json()["error"]["type"]) == (400, "invalid_request_error"), garbage.text
+    long = http.post("/v1/completions", json=ASK | {"prompt": [300] * 1_000_000})
+    assert long.json()["error"]["code"] == "invalid_value"
+
+
+def test_without_keys_rays_proxy_says_who_asks_and_other_machines_are_refused(cluster: Cluster) -> None:
+    refused = cluster.http().get("/v1/models", headers={"X-Forwarded-For": "203.0.113.9"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "no_keys")
+    assert cluster.http().get("/v1/models").status_code == 200
 
 
 def test_1_kill_9_of_a_replica_in_the_middle_of_streams(cluster: Cluster) -> None:
@@ -148,6 +177,7 @@ def test_5_a_client_that_leaves_frees_the_lane_and_the_journal_holds_what_was_ge
             assert time.monotonic() - left < 5
             time.sleep(0.01)
         seconds = time.monotonic() - left
+        assert seconds < 0.2
         position = http.get("/v1/sessions/leaving").json()["position"]
         time.sleep(0.5)
         assert http.get("/v1/sessions/leaving").json()["position"] == position, "it has stopped"

@@ -1,10 +1,14 @@
 """Sessions over HTTP: made, fed, forked, taken back, looked into, carried elsewhere, moved to another model."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lm.errors import UserError
 from serving.config import ServeConfig
+from serving.sessions.files import dump_session
 from tests.serving.api.conftest import GREEDY, Running, Serve, read_events
 from tests.serving.engine.conftest import checkpoint, greedy
 
@@ -63,7 +67,10 @@ def test_exported_and_imported_memory_goes_on_the_same(running: Running) -> None
     http = running.http()
     http.post("/v1/sessions", json={"id": "a"})
     http.post("/v1/completions", json=ASK | {"session_id": "a"})
-    file = http.get("/v1/sessions/a/memory").content
+    answer = http.get("/v1/sessions/a/memory")
+    file, now = answer.content, http.get("/v1/sessions/a").json()
+    assert int(answer.headers["Content-Length"]) == len(file)
+    assert [int(answer.headers[f"X-Session-{name}"]) for name in ("Version", "Position")] == [now["version"], now["position"]]
     made = http.put("/v1/sessions/b/memory", content=file).json()
     assert made["position"] == 22
     assert http.put("/v1/sessions/b/memory", content=file).json()["error"]["code"] == "session_exists"
@@ -76,13 +83,37 @@ def test_exported_and_imported_memory_goes_on_the_same(running: Running) -> None
     assert texts[0] == texts[1]
 
 
+def test_a_hostile_files_sampling_is_a_400_and_makes_no_session(running: Running) -> None:
+    http = running.http()
+    http.post("/v1/sessions", json={"id": "a", "temperature": 0.5})
+    http.post("/v1/completions", json=ASK | {"session_id": "a"})
+    content = running.service.store.content("local", "a")
+    for sampling in ({"foo": 1}, {"temperature": -1}, {"top_k": "many"}, {"stream": 3}):
+        file = dump_session(replace(content, settings=replace(content.settings, sampling=sampling)))
+        answer = http.put("/v1/sessions/b/memory", content=file)
+        assert answer.status_code == 400, sampling
+        assert "sampling" in answer.json()["error"]["message"]
+    assert http.get("/v1/sessions/b").status_code == 404
+
+
+def test_the_same_weights_under_two_names_are_refused(serve: Serve, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="under two names"):
+        serve(models=[{"checkpoint": str(folder), "name": "a"}, {"checkpoint": str(folder), "name": "b"}])
+    shutil.copytree(folder, tmp_path / "copy")
+    with pytest.raises(UserError, match="same weights"):
+        serve(models=[{"checkpoint": str(folder)}, {"checkpoint": str(tmp_path / "copy")}])
+    serve(models=[{"checkpoint": str(folder)}, {"checkpoint": str(folder), "name": "old", "use": "retired"}])
+
+
 def test_a_look_into_the_memory(running: Running) -> None:
     http = running.http()
     http.post("/v1/sessions", json={"id": "a"})
     assert http.get("/v1/sessions/a/inspect").status_code == 400
     http.post("/v1/completions", json=ASK | {"session_id": "a"})
-    found = http.get("/v1/sessions/a/inspect").json()
-    assert found["position"] == 22
+    answer = http.get("/v1/sessions/a/inspect")
+    found = answer.json()
+    assert (found["position"], found["version"]) == (22, http.get("/v1/sessions/a").json()["version"])
+    assert (answer.headers["X-Session-Position"], answer.headers["X-Session-Version"]) == ("22", str(found["version"]))
     assert len(found["layers"][0]["working_norms"]) == 4
 
 
@@ -131,6 +162,25 @@ def test_metrics_of_one_process(running: Running) -> None:
     text = running.http().get("/metrics").text
     assert 'pmi_tokens_out_total{model="tiny",tenant="local"} 12.0' in text
     assert "pmi_first_token_seconds_count" in text
+
+
+def test_a_resumed_stream_counts_what_it_brings(running: Running) -> None:
+    http = running.http()
+
+    def counted() -> tuple[float, float]:
+        """Seconds between tokens, all together, and tokens sent."""
+        lines = dict(line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line.startswith("pmi_to"))
+        seconds = lines.get('pmi_token_seconds_sum{model="tiny"}', "0")
+        return float(seconds), float(lines['pmi_tokens_out_total{model="tiny",tenant="local"}'])
+
+    with http.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
+        name = [id for id, _ in read_events(response) if id][-1].rpartition(":")[0]
+    assert counted()[1] == 12
+    for at, out in ((12, 12), (5, 12 + 7)):
+        with http.stream("GET", f"/v1/streams/{name}", headers={"Last-Event-ID": f"{name}:{at}"}) as response:
+            assert list(read_events(response))
+        assert counted()[0] < 5, "not the time since the machine was started"
+        assert counted()[1] == out
 
 
 def test_without_keys_only_this_machine_may_ask() -> None:

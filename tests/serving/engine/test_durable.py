@@ -379,3 +379,20 @@ def check(log: Path, store: SessionStore, expected: dict[str, list[int]]) -> boo
         assert len(history) >= received[name]
         done = done and len(history) == len(whole)
     return done
+
+
+def test_the_journal_counts_the_time_that_a_slow_disk_takes_and_what_it_writes(tmp_path: Path) -> None:
+    class Slow(SQLiteStore):
+        def commit(self, changes: Sequence[Change]) -> Sequence[Outcome]:
+            time.sleep(0.05)
+            return super().commit(changes)
+
+    with closing(Slow(tmp_path / "slow.db")) as store:
+        create(store, "a")
+        with Engine(checkpoint(), EngineConfig(lanes=1, queue=1), store) as engine:
+            engine.submit(Request(list(b"The whale" * 4), 20, GREEDY, session="a")).result()
+            journal = engine.journal
+            assert journal is not None
+            assert journal.seconds >= 0.05 * journal.transactions > 0
+            assert 0 < journal.snapshot_seconds < journal.seconds
+            assert journal.bytes >= journal.snapshot_bytes + 4 * (1 + 36 + 20 - 1)

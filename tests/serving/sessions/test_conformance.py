@@ -11,6 +11,7 @@ from serving.sessions.errors import (
     ConflictError,
     ExistsError,
     InvalidError,
+    KeyReusedError,
     NotFoundError,
     NotRetainedError,
     StaleError,
@@ -465,3 +466,32 @@ def test_responses_expire_and_are_capped_but_running_ones_stay(make: Make, clock
     assert [id for _, id in store.all_responses()] == ["new"]
     assert store.usage().responses == 1
     store.close()
+
+
+def test_over_the_cap_the_tenant_with_most_responses_loses_its_oldest(make: Make, clock: Clock) -> None:
+    store = make(Limits(response_bytes=4000), clock)
+    for tenant, count in (("modest", 3), ("greedy", 12), ("late", 1)):
+        for i in range(count):
+            store.begin(Response(tenant, f"{tenant}{i}", None, None, "hash", {}, 0))
+            made(store.commit([Change(None, response=Progress(f"{tenant}{i}", 0, range(100), "done", tenant=tenant))]))
+            clock.now += 1
+    evicted = store.evict()
+    left = sorted(id for _, id in store.all_responses())
+    kept = 12 - evicted.responses
+    assert left == sorted(["late0", *(f"modest{i}" for i in range(3)), *(f"greedy{i}" for i in range(12 - kept, 12))])
+    assert store.usage().response_bytes <= 4000 < store.usage().response_bytes + evicted.bytes / evicted.responses
+    assert store.evict().responses == 0
+    assert list(store.verify()) == []
+    store.close()
+
+
+def test_a_key_that_was_used_for_another_request_is_told_from_other_conflicts(store: BaseStore) -> None:
+    store.begin(Response(A, "r1", None, "key", "hash", {}, 0))
+    with pytest.raises(KeyReusedError):
+        store.begin(Response(A, "r2", None, "key", "other", {}, 0))
+
+
+@pytest.mark.parametrize("changes", [{"retain": 1025}, {"ttl": 1e11}], ids=str)
+def test_what_the_api_does_not_allow_no_content_brings_in(store: BaseStore, changes: dict[str, float]) -> None:
+    with pytest.raises(InvalidError, match=next(iter(changes))):
+        store.restore(A, "s", Content(replace(SETTINGS, **changes), 0, None, (), ()))  # type: ignore[arg-type]
