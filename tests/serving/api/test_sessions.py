@@ -164,7 +164,7 @@ def test_metrics_of_one_process(running: Running) -> None:
     assert "pmi_first_token_seconds_count" in text
 
 
-def test_a_resumed_stream_counts_what_it_brings(running: Running) -> None:
+def test_a_resumed_stream_counts_what_it_makes(running: Running) -> None:
     http = running.http()
 
     def counted() -> tuple[float, float]:
@@ -176,11 +176,11 @@ def test_a_resumed_stream_counts_what_it_brings(running: Running) -> None:
     with http.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response:
         name = [id for id, _ in read_events(response) if id][-1].rpartition(":")[0]
     assert counted()[1] == 12
-    for at, out in ((12, 12), (5, 12 + 7)):
+    for at in (12, 5):  # what is brought again was made before
         with http.stream("GET", f"/v1/streams/{name}", headers={"Last-Event-ID": f"{name}:{at}"}) as response:
             assert list(read_events(response))
         assert counted()[0] < 5, "not the time since the machine was started"
-        assert counted()[1] == out
+        assert counted()[1] == 12
 
 
 def test_without_keys_only_this_machine_may_ask() -> None:
