@@ -13,7 +13,7 @@ from benchmarks.measure import RESULTS
 
 def spread(value: dict[str, float] | None) -> str:
     """Median and quartiles."""
-    return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})" if value else ""
+    return f"{value['median']:.3f} ({value['low']:.2f}-{value['high']:.2f})" if value else ""
 
 
 KEY = {
@@ -33,11 +33,18 @@ def summary() -> list[str]:
     lines = [
         "| | " + " | ".join(f"`{result['preset']}`, {result['threads']} thread(s)" for result in results) + " |",
         "|---" * (1 + len(results)) + "|",
+        "| rounds | " + " | ".join(rounds(result["rows"]) for result in results) + " |",
     ]
     for name, (contender, figure) in KEY.items():
         found = [next((row for row in result["rows"] if row["contender"] == contender), None) for result in results]
         lines.append(f"| {name} | " + " | ".join(spread(row[figure]) if row else "" for row in found) + " |")
     return lines
+
+
+def rounds(rows: list[dict[str, Any]]) -> str:
+    """In how many rounds rows were measured: fewest and most."""
+    found = sorted({row["over_off"]["rounds"] for row in rows})
+    return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def training() -> list[str]:
