@@ -24,7 +24,7 @@ from lm.evaluation.recall import NOISE, QUERY, SYMBOLS, VALUES, RecallTask, corr
 from lm.evaluation.tasks_training import Curriculum
 from lm.model import PMI
 from lm.model.pretrained import from_pretrained
-from lm.model.proofs import draw_zeros
+from lm.model.proofs import draw_zeros, liveness
 
 ROOT = Path(__file__).parent.parent.parent
 BOS = recall_tokenizer().bos
@@ -127,7 +127,9 @@ def test_a_memory_learns_to_recall_farther_than_trained_and_a_window_does_not(tm
     assert off[4] < 0.08
     assert off[16] < 0.08
     assert (tmp_path / "on" / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert from_pretrained(tmp_path / "on" / "model").model.config.memory is not None
+    trained = from_pretrained(tmp_path / "on" / "model").model.eval()
+    alive = liveness(trained, torch.Generator().manual_seed(0))  # on weights as training leaves them, not on drawn ones
+    assert alive.passed, alive
 
 
 def test_a_run_ended_by_a_signal_goes_on_to_the_same_weights(tmp_path: Path) -> None:
