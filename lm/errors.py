@@ -50,7 +50,7 @@ _PLAIN = {
     "float": "must be a number; write it such as 0.1 or 3e-4",
     "finite": "must be a finite number; write it such as 0.1 or 3e-4",
     "bool": "must be true or false; write one of these",
-    "string": "must be text; put it in quotes",
+    "string_type": "must be text; put it in quotes",
     "list": "must be a list; write it such as [1, 2]",
     "tuple": "must be a list; write it such as [1, 2]",
     "model": "must be a mapping of keys to values; set its keys one by one: {where}.KEY=VALUE",

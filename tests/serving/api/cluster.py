@@ -38,7 +38,7 @@ class Cluster:
         self.metrics_port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.process: subprocess.Popen[str] | None = None
-        self.output, self.seconds, self.patience = "", 0.0, 0.0
+        self.output, self.seconds = "", 0.0
         """What it has printed; how long its start took, and may take."""
         self.configure([{"checkpoint": str(model)}])
 

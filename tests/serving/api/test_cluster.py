@@ -28,8 +28,6 @@ ASK = {"model": "tiny", "prompt": "The whale", **GREEDY}
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made = Cluster(tmp_path_factory.mktemp("cluster"), folder, free_port())
-    # within 40 s where nothing else runs; beside others, their share of the cores longer
-    made.patience = 40 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     try:
         made.seconds = made.start()
         yield made
@@ -72,7 +70,9 @@ def stream(cluster: Cluster, id: str, tokens: int, **more: object) -> tuple[str,
 
 
 def test_it_tells_how_to_reach_it_and_the_stock_client_does(cluster: Cluster) -> None:
-    assert cluster.seconds <= cluster.patience
+    assert (
+        cluster.seconds < 120
+    )  # 23 to 26 s where nothing else runs (benchmarks.serving prints it); here other tests' leftovers do
     assert "this machine only" in cluster.output
     assert "curl" in cluster.output
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
