@@ -39,7 +39,8 @@ def from_validation(error: ValidationError, source: str) -> UserError:
     merged: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for number, item in enumerate(error.errors(include_url=False)):
         place = tuple(str(part) for part in item["loc"] if not str(part).startswith("function-"))
-        branch = next((i for i, part in enumerate(place) if "[" in part), None)  # a union's branch, such as list[int]
+        kinds = ("list[", "literal[", "tuple[", "dict[")  # of a union's branches
+        branch = next((i for i, part in enumerate(place) if part.startswith(kinds)), None)
         key = (*place, f"#{number}") if branch is None else place[:branch]
         merged.setdefault(key, []).append({**item, "place": place if branch is None else place[:branch], "path": place})
     return UserError(line for items in merged.values() for line in _lines(items, source))
