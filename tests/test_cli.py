@@ -48,7 +48,7 @@ TRAIN = str(configs_folder() / "train" / "enwik8-small.yaml")
 RUNS_NO_MODEL = {
     "data prepare", "data inspect", "model show", "export", "plot", "keys create", "keys ls", "keys rm", "babilong make",
     "sessions ls", "sessions fork", "sessions rollback", "sessions export", "sessions import", "sessions rm", "sessions verify",
-    "sessions evict", "reason models", "reason report",
+    "sessions evict", "reason models", "reason report", "eval-compare",
 }  # fmt: skip
 """Every other command, and every new one, must have --device."""
 
