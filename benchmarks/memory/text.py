@@ -33,8 +33,8 @@ CONFIG = "configs/train/pg19-memory.yaml"
 CONTENDERS = {
     "on": [],
     "off": ["model.memory=off"],
-    "wide": ["model.memory=off", "model.feedforward=676"],
-    "far": ["model.memory=off", "model.window=160"],
+    "wide": ["model.memory=off", "model.feedforward=674"],
+    "far": ["model.memory=off", "model.window=144"],
 }
 console = Console()
 

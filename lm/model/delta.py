@@ -49,7 +49,7 @@ class DeltaWrite(nn.Module):
         self.key = nn.Linear(width, fragments * config.key_width, bias=False)
         self.value = nn.Linear(width, fragments * config.value_width, bias=False)
         self.strength = nn.Linear(width, fragments, bias=False)
-        self.strength_bias = nn.Parameter(torch.linspace(-1.0, -4.0, fragments) if fragments > 1 else torch.tensor([-1.0]))
+        self.strength_bias = nn.Parameter(torch.linspace(-1.0, -4.0, fragments))
         # fragments start with different time scales, from ten segments to thousands
         self.time_scale = nn.Parameter(torch.linspace(0.5, 2.0, fragments))
         if convolution > 1:  # keys start as those of the token before: "this followed that" is what is most worth keeping

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lm.config import load_model_config
+from lm.model import PMI
 from lm.model.attention import Span
 from lm.model.delta import DeltaWrite, advance
 from lm.model.memory import MAX_RETENTION, MemoryModule, compete
@@ -152,3 +154,17 @@ def test_competition_keeps_exactly_k_even_among_ties() -> None:
     weights = compete(torch.zeros(3, 7), 4)
     assert (weights > 0).sum(-1).tolist() == [4, 4, 4]
     assert compete(torch.randn(3, 7), None).sum(-1).allclose(torch.ones(3))
+
+
+def test_a_new_memory_of_tokens_recalls_what_followed() -> None:
+    """It starts as an induction head: asked with a token, it answers with the value of the one that came behind it."""
+    torch.manual_seed(0)
+    model = PMI(load_model_config("tiny", ["memory.read=long_term", "memory.fragments=2", "memory.delta.key_width=32"]))
+    module = model.memories[0]
+    h = torch.randn(1, 1, 8, model.config.width)
+    with torch.no_grad():
+        written = advance(torch.zeros(1, 2, 32, 32), module.delta_tokens(h).unbind()[0])
+        asked = module.read.delta(h, written[:, None])[0, 0]  # what each token brings to mind
+        values = module.read.delta.up(module.delta_tokens.value(h))[0, 0]
+        nearest = torch.cosine_similarity(asked[:-1, None], values[None], dim=-1).argmax(-1)
+    assert int((nearest == torch.arange(1, 8)).sum()) >= 6  # keys overlap a little; drawn apart, it is 1 or 2 of 7

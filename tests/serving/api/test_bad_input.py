@@ -276,19 +276,6 @@ def test_tokens_that_were_not_used_are_given_back(serve: Serve, tmp_path: Path) 
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 99}, headers=headers).status_code == 429
 
 
-def test_looking_at_an_old_stream_gives_no_tokens_back(serve: Serve, tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys.json")
-    headers = {"Authorization": f"Bearer {keys.create('ada', Limits(tokens_per_minute=100))}"}
-    running = serve(keys=str(tmp_path / "keys.json"))
-    http, body = running.http(), {"prompt": "a", "max_tokens": 60, "temperature": 0, "stream": True}
-    with http.stream("POST", "/v1/completions", json=body, headers=headers) as found:
-        id = found.headers["X-Response-Id"]
-        found.read()
-    for _ in range(3):
-        assert http.get(f"/v1/streams/{id}", headers=headers).status_code == 200
-    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 60}, headers=headers).status_code == 429
-
-
 def test_leaving_and_coming_back_is_charged_once(serve: Serve, tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys.json")
     headers = {"Authorization": f"Bearer {keys.create('ada', Limits(tokens_per_minute=1000))}"}
