@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, RwkvConfig, RwkvForCausalLM
 from x_transformers import Decoder, TransformerWrapper
 
 from lm.config import ModelConfig
@@ -44,3 +44,14 @@ def transformer_xl_loss(
         total = total + nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     assert memory is not None
     return total, memory
+
+
+def rwkv(config: ModelConfig, context: int) -> RwkvForCausalLM:
+    """Hugging Face RWKV-4 with the same layers, width and feed-forward width, embedding and output tied."""
+    return RwkvForCausalLM(
+        RwkvConfig(
+            vocab_size=config.vocab_size, context_length=context, hidden_size=config.width, num_hidden_layers=config.layers,
+            attention_hidden_size=config.width, intermediate_size=config.feedforward, rescale_every=0, tie_word_embeddings=True,
+            bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip

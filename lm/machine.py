@@ -1,5 +1,6 @@
 """What a process needs from its machine: instructions that work, an allocator that keeps its pages, compiled extensions."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -42,6 +43,23 @@ def keep_pages() -> bool:
     except (OSError, AttributeError):
         return False
     return all(bool(mallopt(*setting)) for setting in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20)))
+
+
+def give_way() -> None:
+    """Let this thread, and what it starts from here on, wait for a free core when it is woken instead of taking one (Linux).
+
+    Many short tasks beside one that computes (an engine's loop) would otherwise interrupt it at each of their wake-ups.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def come_first() -> None:
+    """Take this thread out of those that give way."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def extensions_folder() -> Path:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lm.commands import Commands, Device, stderr, stdout
 from lm.errors import UserError, collecting, noting
+from lm.machine import give_way
 from serving.local_ray import environment, free_port
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
 
         import ray
 
+        give_way()  # Ray's processes inherit it
         try:
             ray.init(
                 address="local", include_dashboard=False, object_store_memory=200 << 20, _metrics_export_port=metrics_port,

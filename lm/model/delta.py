@@ -7,7 +7,7 @@ segments are computed at once, and only their application goes segment by segmen
 Axes: b lane, s segment, r row (token or slot), c fragment, k key feature, v value feature.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,73 @@ MAX_NORM = 4.0
 
 ANSWER_FLOOR = 1e-3
 """Added to an answer's mean square before it is normalised: an empty memory's answers stay small instead of being blown up."""
+
+
+class Unit(torch.autograd.Function):
+    """Vectors of length one (or zero). Its gradient from what is saved anyway: a third of the passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(1e-12)
+        unit = x / length
+        ctx.save_for_backward(unit, length)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        unit, length = ctx.saved_tensors
+        return torch.addcmul(grad, unit, (grad * unit).sum(-1, keepdim=True), value=-1).div_(length)
+
+
+class Taps(torch.autograd.Function):
+    """A causal convolution along each segment: sum over lags of taps[lag] * x[... , r - lag, :], nothing before the segment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(x, taps)
+        mixed = taps[0] * x
+        for lag in range(1, min(len(taps), x.shape[-2])):
+            mixed[..., lag:, :].addcmul_(taps[lag], x[..., :-lag, :])
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, taps = ctx.saved_tensors
+        back, for_taps = taps[0] * grad, torch.zeros_like(taps)
+        for lag in range(min(len(taps), x.shape[-2])):
+            late, early = grad[..., lag:, :], x[..., : x.shape[-2] - lag, :]
+            for_taps[lag] = (late * early).sum((0, 1, 2))
+            if lag:
+                back[..., :-lag, :].addcmul_(taps[lag], late)
+        return back, for_taps
+
+
+class Writes(torch.autograd.Function):
+    """All writes of a segment together, from keys [..., r, k], values [..., r, v] and strengths [..., r, 1] of its rows.
+
+    Row i writes strength_i (value_i - what the rows before it have left under key_i): a triangular system. Returns
+    keys^T @ [what is erased, what is written]  [..., k, k + v]. The gradient is that of the composed operations, without their
+    many passes over [r, r].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, values: Tensor, strength: Tensor) -> Tensor:
+        given = strength * torch.cat([keys, values], -1)
+        overlap = (given[..., : keys.shape[-1]] @ keys.mT).tril_(-1)
+        solved = torch.linalg.solve_triangular(overlap, given, upper=False, unitriangular=True)
+        ctx.save_for_backward(keys, strength, overlap, solved)
+        return keys.mT @ solved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys, strength, overlap, solved = ctx.saved_tensors
+        back = torch.linalg.solve_triangular(overlap.mT, keys @ grad, upper=True, unitriangular=True)
+        # a row is strength times something, so the gradient of its strength is that of the row, over the strength
+        strengths = (back * solved).sum(-1, keepdim=True) / strength.clamp_min(1e-30)
+        back = back * strength
+        between = (back @ solved.mT).tril_(-1)
+        own, values = back.split([keys.shape[-1], back.shape[-1] - keys.shape[-1]], -1)
+        return own + solved @ grad.mT - between @ keys - between.mT @ keys, values, strengths
 
 
 class Transition(NamedTuple):
@@ -68,18 +135,12 @@ class DeltaWrite(nn.Module):
         """The maps of the segments `h [b, s, r, d]`."""
         keys = self.key(h)
         if self.taps is not None:
-            lagged = (F.pad(keys, (0, 0, lag, 0))[..., : keys.shape[-2], :] for lag in range(1, len(self.taps)))
-            keys = sum((tap * x for tap, x in zip(self.taps[1:], lagged, strict=True)), self.taps[0] * keys)
-        keys = F.normalize(keys.unflatten(-1, (len(self.time_scale), -1)).transpose(2, 3), dim=-1)  # [b, s, c, r, k]
+            keys = Taps.apply(keys, self.taps)
+        keys = Unit.apply(keys.unflatten(-1, (len(self.time_scale), -1)).transpose(2, 3))  # [b, s, c, r, k]
         values = self.value(h).unflatten(-1, (len(self.time_scale), -1)).transpose(2, 3)
-        strength = self.strengths(h)
-        overlap = (strength * keys) @ keys.mT
-        solved = torch.linalg.solve_triangular(
-            overlap.tril(-1), strength * torch.cat([keys, values], -1), upper=False, unitriangular=True
-        )
-        erased, written = solved.split([keys.shape[-1], values.shape[-1]], -1)
-        keep = torch.eye(keys.shape[-1], device=h.device) - keys.mT @ erased
-        return Transition(self.retention[:, None, None] * keep, keys.mT @ written)
+        erased, written = Writes.apply(keys, values, self.strengths(h)).split([keys.shape[-1], values.shape[-1]], -1)
+        keep = torch.eye(keys.shape[-1], device=h.device) - erased
+        return Transition(self.retention[:, None, None] * keep, written)
 
     def strengths(self, h: Tensor) -> Tensor:
         """How strongly each row is written to each fragment [b, s, c, r, 1]."""
@@ -88,6 +149,13 @@ class DeltaWrite(nn.Module):
             winners, places = strength.topk(self.top_k, -2)
             strength = torch.zeros_like(strength).scatter(-2, places, winners)
         return strength
+
+
+class ScaledLinear(nn.Linear):
+    """A projection of features times `scale`: the factors go to its few rows instead of to every token's features."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return F.linear(x, self.weight * scale)
 
 
 class DeltaRead(nn.Module):
@@ -99,15 +167,18 @@ class DeltaRead(nn.Module):
         self.query = nn.Linear(width, c * self.key_width, bias=False)
         self.gate = nn.Linear(width, c)
         self.norm = nn.Parameter(torch.ones(c, value_width))
-        self.up = nn.Linear(c * value_width, memory_width, bias=False)
+        self.up = ScaledLinear(c * value_width, memory_width, bias=False)
 
     def forward(self, h: Tensor, memory: Tensor) -> Tensor:
         """U_l [b, s, t, d] for tokens `h [b, s, t, d]` of segments whose memory is `[b, s, c, k, v]`."""
-        return self.up(self.answers(h, memory).flatten(-2))
+        return self.up(self._gated(h, memory).flatten(-2), self.norm.flatten())
 
     def answers(self, h: Tensor, memory: Tensor) -> Tensor:
         """What each fragment gives to each token [b, s, t, c, v]."""
-        query = F.normalize(self.query(h).unflatten(-1, (-1, self.key_width)).transpose(2, 3), dim=-1)  # [b, s, c, t, k]
+        return self._gated(h, memory) * self.norm
+
+    def _gated(self, h: Tensor, memory: Tensor) -> Tensor:
+        query = Unit.apply(self.query(h).unflatten(-1, (-1, self.key_width)).transpose(2, 3))  # [b, s, c, t, k]
         answer = (query @ memory).transpose(2, 3)  # [b, s, t, c, v]
         scale = (answer.square().mean(-1, keepdim=True) + ANSWER_FLOOR).rsqrt()
-        return answer * (scale * self.gate(h).sigmoid()[..., None]) * self.norm
+        return answer * (scale * self.gate(h).sigmoid()[..., None])

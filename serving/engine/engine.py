@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lm.errors import UserError
 from lm.generation.sampling import remember, sample
+from lm.machine import come_first
 from lm.model.pretrained import Checkpoint
 from lm.model.snapshot import capture
 from serving.engine.admission import FairQueue
@@ -150,6 +151,7 @@ class Engine:
     # --- the loop ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        come_first()
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         try:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lm.config import load_model_config
 from lm.model import PMI
 from lm.model.attention import Span
-from lm.model.delta import DeltaWrite, advance
+from lm.model.delta import DeltaWrite, Taps, Unit, Writes, advance
 from lm.model.memory import MAX_RETENTION, MemoryModule, compete
 from lm.model.state import Memory, Open
 from tests.model.variants import build
@@ -165,6 +165,34 @@ def test_a_new_memory_of_tokens_recalls_what_followed() -> None:
     with torch.no_grad():
         written = advance(torch.zeros(1, 2, 32, 32), module.delta_tokens(h).unbind()[0])
         asked = module.read.delta(h, written[:, None])[0, 0]  # what each token brings to mind
-        values = module.read.delta.up(module.delta_tokens.value(h))[0, 0]
+        values = module.read.delta.up(module.delta_tokens.value(h), torch.ones(()))[0, 0]
         nearest = torch.cosine_similarity(asked[:-1, None], values[None], dim=-1).argmax(-1)
     assert int((nearest == torch.arange(1, 8)).sum()) >= 6  # keys overlap a little; drawn apart, it is 1 or 2 of 7
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_the_delta_rules_own_gradients_are_those_of_what_they_compute(rows: int) -> None:
+    torch.manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(2, 2, *shape, dtype=torch.float64, requires_grad=True)
+
+    keys = torch.nn.functional.normalize(draw(rows, 4), dim=-1).detach().requires_grad_()
+    strength = torch.rand(2, 2, rows, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(Writes.apply, (keys, draw(rows, 3), strength))
+    assert torch.autograd.gradcheck(Unit.apply, (draw(rows, 4),))
+    taps = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(Taps.apply, (draw(rows, 4), taps))
+
+
+def test_a_row_that_is_not_written_gives_and_takes_no_gradient() -> None:
+    torch.manual_seed(0)
+    keys, values = (torch.randn(1, 1, 5, 4, requires_grad=True) for _ in range(2))
+    strength = torch.tensor([0.5, 0.0, 0.7, 0.0, 0.2])[None, None, :, None].requires_grad_()
+    Writes.apply(keys, values, strength).square().sum().backward()
+    for x in (keys, values):
+        assert x.grad is not None
+        assert x.grad[0, 0, [1, 3]].abs().max() == 0
+        assert x.grad[0, 0, [0, 2, 4]].abs().min() > 0
+    assert strength.grad is not None
+    assert bool(strength.grad.isfinite().all())

@@ -1,0 +1,53 @@
+"""What the memory costs in training: tokens/s of a preset with its memory over those without, in turns in one process.
+
+python -m benchmarks.memory.cost --preset pg19-memory
+python -m benchmarks.memory.cost --preset small --set memory.layers=[5] --set memory.read=long_term ...
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.measure import in_turns, ratio, save
+from lm import machine
+from lm.config import load_model_config
+from lm.model import PMI
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="pg19-memory")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the preset, with memory")
+    parser.add_argument("--lanes", type=int, default=8)
+    parser.add_argument("--segments", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    machine.keep_pages()
+    torch.set_num_threads(args.threads)
+    on = load_model_config(args.preset, [*args.set, "dropout=0"])
+    off = load_model_config(args.preset, ["memory=off", "dropout=0"])
+    tokens = torch.randint(0, on.vocab_size, (args.lanes, args.segments * on.segment + 1))
+    seconds = in_turns({"on": step_of(PMI(on), tokens), "off": step_of(PMI(off), tokens)}, args.rounds)
+    found = ratio(seconds["on"], seconds["off"])
+    print(f"{args.preset} {' '.join(args.set)}: memory on over off {found}, {args.threads} thread(s)")
+    about = {"preset": args.preset, "changes": args.set, "lanes": args.lanes, "segments": args.segments, "threads": args.threads}
+    save(f"memory_cost_{args.preset}", {**about, "ratio": found})
+
+
+def step_of(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:
+    """One step's forward and backward, behind a full window."""
+    with torch.no_grad():
+        state = model(tokens[:, :-1], model.initial_state(len(tokens)))[1]
+
+    def step() -> None:
+        hidden, _ = model(tokens[:, :-1], state)
+        model.head.loss(hidden, tokens[:, 1:]).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
