@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *PEERS], default=[*CONTENDERS, *PEERS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--feedforward", type=int, default=593, help="of `wide`")
+    parser.add_argument("--feedforward", type=int, default=601, help="of `wide`")
     parser.add_argument("--window", type=int, default=136, help="of `far`")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--report", action="store_true", help="only the table of what is done")

@@ -12,7 +12,7 @@ from serving.api.errors import ApiError
 from serving.engine import Engine, Event, QueueFullError, Request, Usage
 from serving.sessions.store import Content, SessionStore
 
-CROWD = 8
+CROWD = 4
 """Streams from which on each gets its events more seldom, so that all together cost no more."""
 PROGRESS_SECONDS = 0.5
 """Between two signs of life while a long prompt is read."""
