@@ -214,13 +214,15 @@ async def _progress(turn: Turn, first: Piece) -> AsyncGenerator[bytes]:
             while piece is not None:
                 if piece.finish is None:
                     read = {"read": piece.usage.read, "total": piece.usage.prompt}
-                    yield event({"object": "session.progress", "id": turn.id, **read})
+                    yield event({"object": "session.progress", "id": turn.id, **read}, f"{turn.id}:0")
                 elif piece.mark is not None:
-                    yield event(_appended(turn, piece))
+                    yield event(_appended(turn, piece), f"{turn.id}:0")
                 piece = await anext(pieces, None)
         yield event("[DONE]")
     except Exception as error:
-        yield event(as_api_error(error).body())
+        body = as_api_error(error).body()
+        body["error"]["resume"] = f"/v1/streams/{turn.id}"
+        yield event(body)
 
 
 def _fork(service: Service, tenant: str, id: str, new: str, position: int | None) -> Session:

@@ -130,10 +130,14 @@ class Cluster:
 
     def engines(self) -> list[psutil.Process]:
         """The processes of the engine replicas."""
+        return self.replicas("engine")
+
+    def replicas(self, deployment: str) -> list[psutil.Process]:
+        """The processes of a deployment's replicas."""
         found = []
         for process in self.processes():
             with psutil_gone():
-                if any("ServeReplica:pmi:engine" in part for part in process.cmdline()):
+                if any(f"ServeReplica:pmi:{deployment}" in part for part in process.cmdline()):
                     found.append(process)
         return found
 

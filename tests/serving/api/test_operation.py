@@ -109,6 +109,25 @@ def test_a_stop_lets_streams_finish_in_throughput_mode(cluster: Cluster) -> None
     check_drain(cluster, "draining")
 
 
+def test_limits_are_counted_over_all_ingress_replicas(folder: Path, tmp_path: Path) -> None:
+    changes = ["scaling.replicas=1", "scaling.ingress_replicas=2", "limits.requests_per_minute=20"]
+    made = Cluster(tmp_path, folder, free_port(), *(part for change in changes for part in ("--set", change)))
+    try:
+        made.start()
+        assert len(made.replicas("ingress")) == 2
+        before = {process.pid: sum(process.cpu_times()[:2]) for process in made.replicas("ingress")}
+        with ThreadPoolExecutor(8) as pool:
+            asked = pool.map(lambda _: made.http().post("/v1/completions", json=ASK | {"max_tokens": 2}), range(60))
+            began, codes = time.monotonic(), [answer.status_code for answer in asked]
+        passed = time.monotonic() - began
+        worked = [sum(process.cpu_times()[:2]) - before[process.pid] for process in made.replicas("ingress")]
+        assert min(worked) > 0.05  # both had their share
+        assert set(codes) == {200, 429}
+        assert 20 <= codes.count(200) <= 21 + passed / 3  # what is used up comes back, a request every 3 s
+    finally:
+        made.kill()
+
+
 # --- a cluster that runs already -----------------------------------------------------------------------------------
 
 

@@ -36,7 +36,13 @@ def test_appended_text_is_read_with_progress_and_gives_the_same_answer(running: 
     for name in ("a", "b"):
         http.post("/v1/sessions", json={"id": name})
     with http.stream("POST", "/v1/sessions/a/append", json={"text": text, "stream": True}) as response:
-        got = [data for _, data in read_events(response)]
+        events = list(read_events(response))
+    got = [data for _, data in events]
+    assert {id for id, _ in events} == {f"{got[-1]['id']}:0"}  # every event says how to go on, though no token is made
+    with http.stream("GET", f"/v1/streams/{got[-1]['id']}", headers={"Last-Event-ID": events[0][0]}) as response:
+        resumed = [data for _, data in read_events(response)]
+    assert resumed[0]["choices"][0]["finish_reason"] == "length"
+    assert resumed[0]["session"]["position"] == 1 + len(text)
     assert got[-1]["session"]["position"] == 1 + len(text)
     assert got[-1]["usage"]["prompt_tokens"] == 1 + len(text)
     done = http.post("/v1/sessions/b/append", json={"ids": list(text.encode())}, headers={"Idempotency-Key": "x"}).json()
