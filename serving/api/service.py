@@ -359,8 +359,22 @@ class Service:
                 403, "quota_exceeded", f"{stored:,} bytes are stored{more}, {limits.stored_bytes:,} are allowed; delete sessions"
             )
         if limits.sessions is not None and usage.sessions + sessions > limits.sessions:
-            self.metrics("pmi_limited", tenant=caller.tenant, limit="sessions")
-            raise ApiError(403, "quota_exceeded", f"{usage.sessions} sessions exist, {limits.sessions} are allowed; delete some")
+            raise self._too_many(caller, usage.sessions)
+
+    async def made(self, caller: Caller, session: Session) -> Session:
+        """A session that was just made; taken back (403) if others, made at the same moment, have used up the room."""
+        limit = caller.limits.sessions
+        if limit is not None:
+            usage = await aside(self.store.usage, caller.tenant)
+            if usage.sessions > limit:
+                await aside(self.store.delete, caller.tenant, session.id, session.version)
+                raise self._too_many(caller, limit)
+        return session
+
+    def _too_many(self, caller: Caller, sessions: int) -> ApiError:
+        self.metrics("pmi_limited", tenant=caller.tenant, limit="sessions")
+        allowed = caller.limits.sessions
+        return ApiError(403, "quota_exceeded", f"{sessions} sessions exist, {allowed} are allowed; delete some")
 
     async def _counted(self, turn: Turn, caller: Caller) -> AsyncGenerator[Piece]:
         """A turn's pieces, with their times and numbers noted."""

@@ -64,7 +64,7 @@ def routes(service: Service) -> APIRouter:
         )  # fmt: skip
         id = body.id or f"s-{secrets.token_hex(8)}"
         caller.facts["session"] = id
-        return shown(await aside(store.create, caller.tenant, id, settings))
+        return shown(await service.made(caller, await aside(store.create, caller.tenant, id, settings)))
 
     @router.get("")
     async def list_sessions(
@@ -108,7 +108,7 @@ def routes(service: Service) -> APIRouter:
         await service.check_room(caller, 1)
         new = body.id or f"s-{secrets.token_hex(8)}"
         await find(caller, id)
-        return shown(await aside(_fork, service, caller.tenant, id, new, body.position))
+        return shown(await service.made(caller, await aside(_fork, service, caller.tenant, id, new, body.position)))
 
     @router.post("/{id}/rollback")
     async def rollback(request: Request, id: Name, body: schemas.RollbackRequest) -> SessionObject:
@@ -156,7 +156,7 @@ def routes(service: Service) -> APIRouter:
             session = None
         if session is None and expected_version is None:
             await service.check_room(caller, 1, ROW + len(data))
-            return shown(await aside(store.restore, caller.tenant, id, content))
+            return shown(await service.made(caller, await aside(store.restore, caller.tenant, id, content)))
         if expected_version is None:
             raise ExistsError(f"session {id!r} exists; give its version as expected_version to replace it")
         await service.check_room(caller, 0, ROW + len(data) - (0 if session is None else session.bytes))

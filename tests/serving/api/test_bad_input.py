@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,17 @@ def test_limits_of_a_tenant(serve: Serve, tmp_path: Path) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 1 <= int(refused.headers["Retry-After"]) <= 10
     assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=other).status_code == 200
+
+
+def test_many_at_once_do_not_make_more_sessions_than_allowed(serve: Serve, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.json")
+    headers = {"Authorization": f"Bearer {keys.create('ada', Limits(sessions=3))}"}
+    http = serve(keys=str(tmp_path / "keys.json")).http(headers=headers)
+    with ThreadPoolExecutor(16) as pool:
+        codes = list(pool.map(lambda i: http.post("/v1/sessions", json={"id": f"s{i}"}).status_code, range(48)))
+    kept = http.get("/v1/sessions").json()["data"]
+    assert set(codes) <= {201, 403}
+    assert codes.count(201) == len(kept) <= 3
 
 
 def test_what_an_import_brings_counts_and_too_much_is_refused_before_it_is_read(serve: Serve, tmp_path: Path) -> None:
