@@ -5,6 +5,7 @@ divided by their root mean square. On a model whose added parts still start at z
 (`draw_zeros`): otherwise a leak through them passes unseen.
 """
 
+import copy
 import math
 import statistics
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def prove(model: PMI, seed: int = 0, segments: int = 200, progress: Callable[[st
     results = []
     for name, proof in PROOFS.items():
         progress(name)
-        results.append(attempt(model, proof if proof is not boundedness else _bounded(segments), name, generator))
+        results.append(attempt(model, proof if proof is not boundedness else boundedness_over(segments), name, generator))
     return results
 
 
@@ -135,6 +136,19 @@ def causality(model: PMI, generator: torch.Generator) -> Proof:
 @torch.no_grad()
 def cutting(model: PMI, generator: torch.Generator) -> Proof:
     """The same text in one call, token by token, and cut at random gives the same hidden features and memory."""
+    drawn, bound = generator.get_state(), TOLERANCE[model.dtype]
+    figure = _cut(model, generator)
+    memory = model.config.memory
+    if figure <= bound or memory is None or (memory.top_k is None and memory.delta.top_k is None):
+        return _below("call cutting", figure, bound)
+    # which of two near equals is among the top k may hang on rounding; in float64 it hardly does, and a fault stays one
+    generator.set_state(drawn)
+    exact = _cut(copy.deepcopy(model).double(), generator)
+    return _below("call cutting", exact, bound * 1e-3, f"in float64; a near tie among the top k makes it {figure:.1e} before")
+
+
+def _cut(model: PMI, generator: torch.Generator) -> float:
+    """Largest difference between one call and several."""
     t = model.config.segment
     tokens = _tokens(model, generator, 2, 3 * t + max(1, t // 3))
     whole, after = model(tokens, model.initial_state(2))
@@ -152,7 +166,7 @@ def cutting(model: PMI, generator: torch.Generator) -> Proof:
         worst = max(worst, _difference(torch.cat(pieces, 1), whole))
         for mine, theirs in zip(state.memories, after.memories, strict=True):
             worst = max([worst, *(_difference(a, b) for a, b in zip(mine, theirs, strict=True))])
-    return _below("call cutting", worst, TOLERANCE[model.dtype])
+    return worst
 
 
 def _singly(count: int, single: int) -> list[int]:
@@ -205,7 +219,8 @@ def gradients(model: PMI, generator: torch.Generator) -> Proof:
     return Proof("gradients", figure, ">=", GRADIENT_FLOOR, figure >= GRADIENT_FLOOR, f"least: {least}")
 
 
-def _bounded(segments: int) -> Callable[[PMI, torch.Generator], Proof]:
+def boundedness_over(segments: int) -> Callable[[PMI, torch.Generator], Proof]:
+    """The proof of boundedness over so many segments."""
     def bounded(model: PMI, generator: torch.Generator) -> Proof:
         return boundedness(model, generator, segments)
 
