@@ -1,7 +1,8 @@
 """The tables of the README and the docs, from what the benchmarks measured last (benchmarks/results/).
 
 python -m benchmarks.report           # the README's
-python -m benchmarks.report --all     # everything
+python -m benchmarks.report --all     # everything about speed
+python -m benchmarks.report --memory  # what the memory buys: docs/memory.md
 """
 
 import json
@@ -88,5 +89,53 @@ def streams() -> list[str]:
     return lines
 
 
+def texts() -> list[str]:
+    """Loss on real text: each contender's by seed, and how much worse it is than the window alone."""
+    lines = []
+    for path in sorted(RESULTS.glob("memory_text_*.json")):
+        result = json.loads(path.read_text())
+        lines += [f"{result['data']}, {result['split']}, {result['steps']} steps", ""]
+        lines += [
+            "| | parameters | nats per token, by seed | over the window alone (95 %, documents in pairs) |",
+            "|---" * 4 + "|",
+        ]
+        for row in result["rows"]:
+            values = ", ".join(f"{x:.4f}" for x in row["nats_per_token"].values())
+            gaps = "; ".join(
+                f"{x['nats_per_token']:+.4f} ({x['low']:+.4f} to {x['high']:+.4f})" for x in row["against_off"].values()
+            )
+            lines.append(f"| {row['contender']} | {row['parameters']:,} | {values} | {gaps} |")
+        lines.append("")
+    return lines
+
+
+def recalls() -> list[str]:
+    """Recall at each distance, with Wilson intervals."""
+    path = RESULTS / "memory_recall.json"
+    if not path.is_file():
+        return []
+    result = json.loads(path.read_text())
+    distances = result["distances"].split(",")
+    lines = ["| | seed | " + " | ".join(f"at {distance}" for distance in distances) + " |", "|---" * (2 + len(distances)) + "|"]
+    for row in result["rows"]:
+        cells = " | ".join(f"{x['accuracy']:.3f} ({x['low']:.3f}-{x['high']:.3f})" for x in row["points"])
+        lines.append(f"| {row['setup']} | {row['seed']} | {cells} |")
+    return [*lines, ""]
+
+
+def costs() -> list[str]:
+    """Training speed with memory over that without."""
+    lines = ["| preset | changed | threads | memory on over off |", "|---" * 4 + "|"]
+    for path in sorted(RESULTS.glob("memory_cost_*.json")):
+        result = json.loads(path.read_text())
+        lines.append(
+            f"| `{result['preset']}` | {' '.join(result['changes'])} | {result['threads']} | {spread(result['ratio'])} |"
+        )
+    return lines
+
+
 if __name__ == "__main__":
+    if "--memory" in sys.argv:
+        print("\n".join([*texts(), *recalls(), *costs()]))
+        sys.exit()
     print("\n".join([*([*training(), "", *stages()] if "--all" in sys.argv else summary()), "", *streams()]))
