@@ -221,6 +221,7 @@ def gradients(model: PMI, generator: torch.Generator) -> Proof:
 
 def boundedness_over(segments: int) -> Callable[[PMI, torch.Generator], Proof]:
     """The proof of boundedness over so many segments."""
+
     def bounded(model: PMI, generator: torch.Generator) -> Proof:
         return boundedness(model, generator, segments)
 

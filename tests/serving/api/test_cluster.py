@@ -84,6 +84,14 @@ def test_it_tells_how_to_reach_it_and_the_stock_client_does(cluster: Cluster) ->
     assert parts[-1].session["position"] == 40
 
 
+def test_all_give_way_to_the_engines_loops(cluster: Cluster) -> None:
+    def policies(deployment: str) -> list[set[int]]:
+        return [{os.sched_getscheduler(thread.id) for thread in p.threads()} for p in cluster.replicas(deployment)]
+
+    assert policies("ingress") == [{os.SCHED_BATCH}]
+    assert policies("engine") == [{os.SCHED_BATCH, os.SCHED_OTHER}] * 2
+
+
 def test_rays_ports_ask_for_the_token(cluster: Cluster) -> None:
     address = next(
         part.partition("=")[2] for p in cluster.processes() for part in p.cmdline() if part.startswith("--gcs-address=")
