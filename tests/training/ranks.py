@@ -113,7 +113,10 @@ def main() -> None:
                 stop(trainer, job["stop"])
             trainer.run()
             trainer.close()
-    world.close()  # threads of the group must not outlive the interpreter
+    world.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of a group that outlive the interpreter's end abort the process, once in many runs
 
 
 if __name__ == "__main__":
