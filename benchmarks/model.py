@@ -88,7 +88,7 @@ def measure(preset: str, threads: int, rounds: int, only: list[str] | None) -> N
     steps: dict[str, Callable[[], None]] = {}
     for name, (_, overrides) in named.items():
         torch.manual_seed(0)
-        steps[name] = _ours(PMI(load_model_config(preset, [*overrides, "dropout=0"])), tokens)
+        steps[name] = step_of(PMI(load_model_config(preset, [*overrides, "dropout=0"])), tokens)
     steps["x-transformers XL"] = _xl(transformer_xl(config), tokens, config.segment)
     steps["GPT-2"] = _gpt2(gpt2(config, config.segment + config.window), tokens, config.segment + config.window)
     seconds = in_turns(steps, rounds, warmup=1)
@@ -118,10 +118,10 @@ def measure(preset: str, threads: int, rounds: int, only: list[str] | None) -> N
     save(path.stem, {"preset": preset, "threads": threads, "tokens": count, "rows": kept})
 
 
-def _ours(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:
-    state = model.initial_state(tokens.shape[0])
+def step_of(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:
+    """One step's forward and backward, behind a full window, as in the middle of a document."""
     with torch.no_grad():
-        state = model(tokens[:, :-1], state)[1]  # a full window, as in the middle of a document
+        state = model(tokens[:, :-1], model.initial_state(tokens.shape[0]))[1]
 
     def step() -> None:
         hidden, _ = model(tokens[:, :-1], state)

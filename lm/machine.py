@@ -56,8 +56,8 @@ def give_way() -> None:
 
 
 def come_first() -> None:
-    """Take this thread out of those that give way."""
-    if hasattr(os, "SCHED_BATCH"):
+    """Take this thread out of those that give way; any other policy is its user's choice and stays."""
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 

@@ -5,11 +5,11 @@ python -m benchmarks.memory.cost --preset small --set memory.layers=[5] --set me
 """
 
 import argparse
-from collections.abc import Callable
 
 import torch
 
 from benchmarks.measure import in_turns, ratio, save
+from benchmarks.model import step_of
 from lm import machine
 from lm.config import load_model_config
 from lm.model import PMI
@@ -34,19 +34,6 @@ def main() -> None:
     print(f"{args.preset} {' '.join(args.set)}: memory on over off {found}, {args.threads} thread(s)")
     about = {"preset": args.preset, "changes": args.set, "lanes": args.lanes, "segments": args.segments, "threads": args.threads}
     save(f"memory_cost_{args.preset}", {**about, "ratio": found})
-
-
-def step_of(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:
-    """One step's forward and backward, behind a full window."""
-    with torch.no_grad():
-        state = model(tokens[:, :-1], model.initial_state(len(tokens)))[1]
-
-    def step() -> None:
-        hidden, _ = model(tokens[:, :-1], state)
-        model.head.loss(hidden, tokens[:, 1:]).backward()
-        model.zero_grad(set_to_none=True)
-
-    return step
 
 
 if __name__ == "__main__":

@@ -144,7 +144,9 @@ def cutting(model: PMI, generator: torch.Generator) -> Proof:
     # which of two near equals is among the top k may hang on rounding; in float64 it hardly does, and a fault stays one
     generator.set_state(drawn)
     exact = _cut(copy.deepcopy(model).double(), generator)
-    return _below("call cutting", exact, bound * 1e-3, f"in float64; a near tie among the top k makes it {figure:.1e} before")
+    return _below(
+        "call cutting", exact, bound * 1e-3, f"in float64; before {figure:.1e}, where rounding may choose among the top k"
+    )
 
 
 def _cut(model: PMI, generator: torch.Generator) -> float:

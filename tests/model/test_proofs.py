@@ -1,10 +1,14 @@
 """All eight proofs for every single configuration value and a pairwise cover of them."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from lm.model import PMI
-from lm.model.proofs import Proof, attempt, boundedness_over, prove
+from lm.model.memory import MemoryModule
+from lm.model.proofs import Proof, attempt, boundedness_over, cutting, prove
+from lm.model.state import Memory
 from tests.model.variants import build, grid, pairs, singles
 
 
@@ -48,3 +52,18 @@ def test_bfloat16_keeps_all_proofs_within_its_own_tolerance(overrides: list[str]
 @pytest.mark.parametrize("overrides", list(singles()), ids=" ".join)
 def test_bfloat16_keeps_all_proofs_for_every_value(overrides: list[str]) -> None:
     assert failures(build(overrides).compute_in(torch.bfloat16), segments=40) == []
+
+
+def test_a_fault_of_cutting_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where top-k is on, call cutting has a second look in float64: rounding passes it, a fault does not."""
+    model, scan = build(["memory.top_k=3"]).eval(), MemoryModule.scan
+
+    def faulty(self: MemoryModule, memory: Memory, h: torch.Tensor, *rest: Any) -> tuple[Memory, Memory]:
+        before, after = scan(self, memory, h, *rest)
+        return before, Memory(after.working, after.long_term * 1.001) if h.shape[1] == 1 else after
+
+    assert cutting(model, torch.Generator().manual_seed(0)).passed
+    monkeypatch.setattr(MemoryModule, "scan", faulty)
+    found = cutting(model, torch.Generator().manual_seed(0))
+    assert not found.passed
+    assert "float64" in found.detail
