@@ -40,11 +40,13 @@ class Embedding(nn.Module):
         if self.clusters == 1:
             return F.embedding(tokens, self.table_0)
         result = torch.zeros(*tokens.shape, self.width, device=tokens.device, dtype=self.table_0.dtype)
-        for i in range(self.clusters):
-            here = (tokens >= self.edges[i]) & (tokens < self.edges[i + 1])
-            found = F.embedding(tokens[here] - self.edges[i], getattr(self, f"table_{i}"))
+        for i, (first, last) in enumerate(zip(self.edges, self.edges[1:], strict=False)):
+            here = (tokens >= first) & (tokens < last)
+            # every token goes through every projection: a product of only those that are here would have as many rows as
+            # there are such tokens in all lanes, and on some processors its rounding follows the number of rows
+            found = F.embedding((tokens - first).clamp(0, last - first - 1), getattr(self, f"table_{i}"))
             projection = getattr(self, f"projection_{i}", None)
-            result = result.index_put((here,), (found if projection is None else found @ projection).to(result.dtype))
+            result = torch.where(here[..., None], (found if projection is None else found @ projection).to(result.dtype), result)
         return result
 
 

@@ -55,6 +55,16 @@ def test_embedding_and_output_share_storage(cutoffs: list[int], divide: int) -> 
     assert embedding(torch.arange(50)).shape == (50, 16)
 
 
+@pytest.mark.parametrize(("cutoffs", "divide"), CASES)
+def test_an_embedding_does_not_depend_on_its_company_to_the_bit(cutoffs: list[int], divide: int) -> None:
+    embedding, _ = vocabulary(cutoffs, divide)
+    tokens = torch.randint(0, 50, (64, 2))
+    alone = embedding(tokens)[:, 0]
+    for cluster in range(embedding.clusters):  # company that fills one cluster after the other
+        tokens[:, 1] = embedding.edges[cluster]
+        assert torch.equal(embedding(tokens)[:, 0], alone)
+
+
 def test_the_loss_of_267_735_words_never_builds_all_logits() -> None:
     config = load_model_config("wikitext103")
     embedding = Embedding(config.model_copy(update={"width": 8}))
