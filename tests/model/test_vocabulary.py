@@ -58,7 +58,7 @@ def test_embedding_and_output_share_storage(cutoffs: list[int], divide: int) -> 
 @pytest.mark.parametrize(("cutoffs", "divide"), CASES)
 def test_an_embedding_does_not_depend_on_its_company_to_the_bit(cutoffs: list[int], divide: int) -> None:
     embedding, _ = vocabulary(cutoffs, divide)
-    tokens = torch.randint(0, 50, (64, 2))
+    tokens = torch.randint(0, 50, (16, 2))  # few: rounding follows the number of rows only where it is small
     alone = embedding(tokens)[:, 0]
     for cluster in range(embedding.clusters):  # company that fills one cluster after the other
         tokens[:, 1] = embedding.edges[cluster]
