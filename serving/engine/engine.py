@@ -11,6 +11,8 @@ through the journal: their callers get tokens that are on disk. docs/engine.md t
 
 import contextlib
 import heapq
+import os
+import socket
 import threading
 import time
 import uuid
@@ -51,7 +53,8 @@ class Engine:
         if self.config.dtype == "bfloat16":
             checkpoint.model.compute_in(torch.bfloat16)
         self.counters = Counters()
-        self.owner = f"engine-{uuid.uuid4().hex[:12]}"
+        # whoever looks at a lease can find the process that holds it
+        self.owner = f"engine-{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._segment = checkpoint.model.config.segment
         self._changed = threading.Condition()
         # under the lock: what callers and helpers leave for the loop
