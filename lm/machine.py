@@ -1,10 +1,12 @@
-"""What a process needs from its machine: instructions that work, an allocator that keeps its pages, compiled extensions."""
+"""What a process needs from its machine: instructions that work, an allocator that keeps its pages, extensions, a free port."""
 
 import contextlib
 import ctypes
 import mmap
 import os
 import platform
+import random
+import socket
 import sys
 from pathlib import Path
 
@@ -83,3 +85,11 @@ def remove_extension_locks() -> list[Path]:
     for lock in locks:
         lock.unlink(missing_ok=True)
     return locks
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now: not one that the system hands out by itself, for Ray's processes take those."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return int(free.getsockname()[1])

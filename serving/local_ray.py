@@ -4,7 +4,6 @@ import atexit
 import os
 import secrets
 import shutil
-import socket
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.errors import UserError
+from lm.machine import free_port
 
 if TYPE_CHECKING:
     from serving.config import HttpSettings
@@ -106,10 +106,3 @@ def _problem(path: Path, own: bool) -> str | None:
     if own and mode & (stat.S_IRWXG | stat.S_IRWXO):
         return f"mode {mode & 0o777:o} lets others read it; remove the file, and a new one is made"
     return None
-
-
-def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

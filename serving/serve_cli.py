@@ -14,8 +14,8 @@ from rich.table import Table
 
 from lm.commands import Commands, Device, stderr, stdout
 from lm.errors import UserError, collecting, noting
-from lm.machine import give_way
-from serving.local_ray import environment, free_port
+from lm.machine import free_port, give_way
+from serving.local_ray import environment
 
 if TYPE_CHECKING:
     from serving.config import ServeConfig
@@ -125,13 +125,15 @@ def _run(config: "ServeConfig", load: Callable[[], "ServeConfig"], port: int, me
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         status.update("starting the service")
-        rayserve.start(http_options={"host": config.http.host, "port": port, "request_timeout_s": None})
         try:
+            rayserve.start(http_options={"host": config.http.host, "port": port, "request_timeout_s": None})
             rayserve.run(application(config), name="pmi", route_prefix="/", _local_testing_mode=False)
-        except RuntimeError as error:
+        except (RuntimeError, ray.exceptions.RayError) as error:
             rayserve.shutdown()
             ray.shutdown()
-            raise UserError(f"the service did not start: {error}") from error
+            # the last line: Ray puts the stack of another process before it
+            why = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise UserError(f"the service did not start: {why}; try again, or with another --port") from error
     over: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):  # only now: Ray puts its own in place, which print a stack
         signal.signal(number, lambda got, _: over.append(got))

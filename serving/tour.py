@@ -16,7 +16,7 @@ import typer
 
 from lm.commands import Commands, Device, stdout
 from lm.errors import UserError
-from serving.local_ray import free_port
+from lm.machine import free_port
 
 TURNS = ("The whale", " And then the captain")
 """What is said in the session, turn by turn."""

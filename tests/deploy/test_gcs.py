@@ -21,6 +21,7 @@ import torch
 
 from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
+from lm.machine import free_port
 from lm.model import PMI
 from lm.model.pretrained import save_pretrained
 
@@ -36,12 +37,6 @@ ray.init(address=address, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
 serve.run(build({"checkpoint": checkpoint, "store": store, "scaling.replicas": 2}), name="pmi", route_prefix="/")
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def within(seconds: float, check: Callable[[], Any]) -> Any:

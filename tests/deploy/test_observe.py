@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lm.machine import free_port
 from lm.training.report import _Gauges
 from serving.metrics import METRICS, PrometheusSink
 
@@ -26,12 +26,6 @@ from .schemas import DEPLOY, ROOT
 OBSERVE = DEPLOY / "observe"
 RULES = [rule for group in yaml.safe_load((OBSERVE / "rules.yml").read_text())["groups"] for rule in group["rules"]]
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((OBSERVE / "grafana/dashboards").glob("*.json"))}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def promtool(*arguments: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import yaml
 
 from lm.cli import app
 from lm.commands import run
+from lm.machine import free_port
 from lm.model.pretrained import from_pretrained
 
 from .conftest import ROOT, Ranks, environment, job, rows, tensors
@@ -143,12 +143,6 @@ def start(command: list[str], variables: dict[str, str] | None = None) -> subpro
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition, seconds: float = 300) -> None:

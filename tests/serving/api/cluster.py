@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,17 +16,12 @@ from typing import Any
 import httpx
 import psutil
 
+from lm.machine import free_port
 from serving.sessions.opening import open_store
 from tests.serving.api.conftest import read_events
 from tests.serving.engine.conftest import checkpoint, greedy
 
 ROOT = Path(__file__).parents[3]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Cluster:

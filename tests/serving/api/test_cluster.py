@@ -15,9 +15,10 @@ import httpx
 import openai
 import pytest
 
+from lm.machine import free_port
 from serving.sessions.opening import open_store
 from serving.sessions.store import Content, Settings
-from tests.serving.api.cluster import Cluster, check_drain, free_port, read_events
+from tests.serving.api.cluster import Cluster, check_drain, read_events
 from tests.serving.api.conftest import GREEDY
 from tests.serving.engine.conftest import SEGMENT, checkpoint, greedy
 

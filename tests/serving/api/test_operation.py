@@ -20,8 +20,9 @@ import openai
 import psutil
 import pytest
 
+from lm.machine import free_port
 from tests.serving.api.breakable import BREAK
-from tests.serving.api.cluster import ROOT, Cluster, check_drain, free_port, psutil_gone, read_events
+from tests.serving.api.cluster import ROOT, Cluster, check_drain, psutil_gone, read_events
 from tests.serving.api.conftest import GREEDY
 from tests.serving.api.test_cluster import expected, make, stream
 
