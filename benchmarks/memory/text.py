@@ -5,7 +5,8 @@
     python -m benchmarks.memory.text --report            # the table of what is done so far
 
 Every run is `pmi train`, `pmi export` and `pmi eval` (a peer: `benchmarks.memory.peers`), one thread each; what is done stays
-done, so the same command goes on where it was ended. Contenders differ in the model only:
+done, so the same command goes on where it was ended, and what came to its end is kept, document by document, in
+benchmarks/results/memory_text/: the table is made from that, and no run is made twice. Contenders differ in the model only:
 
 on         the configuration
 off        the window alone
@@ -24,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ CONTENDERS: dict[str, list[str]] = {
 }
 PEERS = ("xl", "gpt2", "rwkv")
 MODES = ("reset", "shuffled")
+OUTCOMES = RESULTS / "memory_text"
 console = Console()
 
 
@@ -68,17 +71,26 @@ def main() -> None:
     report(args)
 
 
-def folder(args: argparse.Namespace, name: str, seed: int) -> Path:
-    return args.runs / f"{args.data.name}-{args.steps}" / f"{name}-{seed}"
+def experiment(args: argparse.Namespace) -> str:
+    return f"{args.data.name}-{args.steps}"
+
+
+def kept(args: argparse.Namespace, name: str, seed: int) -> Path:
+    """Where the outcome of a run is kept."""
+    return OUTCOMES / experiment(args) / f"{name}-{seed}.json"
 
 
 def run(args: argparse.Namespace, name: str, seed: int) -> None:
-    """Train, export, evaluate; each is left alone where it is done."""
-    out = folder(args, name, seed)
+    """Train, export, evaluate, keep the outcome; each is left alone where it is done."""
+    out = args.runs / experiment(args) / f"{name}-{seed}"
+    if kept(args, name, seed).exists():
+        return
     if name in PEERS:
         if not (out / "outcomes.json").exists():
             command(out, "benchmarks.memory.peers", "--peer", name, "--config", args.config, "--data", args.data,
                     "--split", args.split, "--seed", seed, "--steps", args.steps, "--out", out)  # fmt: skip
+        about = json.loads((out / "outcomes.json").read_text())
+        passes = {"on": [Outcome.from_row(row) for row in about["outcomes"]]}
     else:
         steps = round(args.steps / speed()) if name == "longer" else args.steps
         changes = [f"data={args.data}", f"seed={seed}", f"training.steps={steps}", f"evaluation.interval={steps}"]
@@ -87,11 +99,21 @@ def run(args: argparse.Namespace, name: str, seed: int) -> None:
         if not (out / "model" / "config.json").exists():
             command(out, "lm", "train", "--config", args.config, *sets, "--out", out)
             command(out, "lm", "export", out, "--out", out / "model")
+        modes = ("on", *MODES) if name == "on" else ("on",)
         if not (out / "eval" / "result.json").exists():
-            memory = ",".join(("on", *MODES)) if name == "on" else "on"
             command(out, "lm", "eval", "--checkpoint", out / "model", "--data", args.data, "--split", args.split,
-                    "--memory", memory, "--out", out / "eval")  # fmt: skip
+                    "--memory", ",".join(modes), "--out", out / "eval")  # fmt: skip
+        about = json.loads((out / "eval" / "result.json").read_text())
+        passes = {mode: outcomes(out / "eval", mode) for mode in modes}
+    keep(kept(args, name, seed), about["parameters"], passes)
     console.print(f"{out}: done")
+
+
+def keep(path: Path, parameters: int, passes: dict[str, list[Outcome]]) -> None:
+    """Write a run's outcome; blocks only where there is one document, whose interval is drawn from them."""
+    rows = {mode: [asdict(x if len(read) == 1 else replace(x, blocks=[])) for x in read] for mode, read in passes.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"parameters": parameters, "passes": rows}, separators=(",", ":")) + "\n")
 
 
 def speed() -> float:
@@ -115,11 +137,8 @@ def command(out: Path, module: str, *words: object) -> None:
 
 def found(args: argparse.Namespace, name: str, seed: int, mode: str = "on") -> list[Outcome] | None:
     """The documents of a run that is done."""
-    out = folder(args, name, seed)
-    if name in PEERS:
-        path = out / "outcomes.json"
-        return [Outcome.from_row(row) for row in json.loads(path.read_text())["outcomes"]] if path.exists() else None
-    return outcomes(out / "eval", mode) if (out / "eval" / "result.json").exists() else None
+    path = kept(args, name, seed)
+    return [Outcome.from_row(row) for row in json.loads(path.read_text())["passes"][mode]] if path.exists() else None
 
 
 def report(args: argparse.Namespace) -> None:
@@ -139,7 +158,7 @@ def report(args: argparse.Namespace) -> None:
                     gaps[seed] = gap(documents, reference)
             values = {seed: loss(documents) for seed, documents in done.items()}
             label = name if mode == "on" else f"on, memory {mode}"
-            size = parameters(args, name, min(done))
+            size = int(json.loads(kept(args, name, min(done)).read_text())["parameters"])
             row = {"contender": label, "parameters": size, "nats_per_token": values, "against_off": gaps}
             if mode != "on":
                 row["against_on"] = {s: gap(d, here) for s, d in done.items() if (here := found(args, name, s)) is not None}
@@ -149,14 +168,6 @@ def report(args: argparse.Namespace) -> None:
     console.print(table)
     about = {"data": args.data.name, "split": args.split, "steps": args.steps, "rows": rows}
     save(f"memory_text_{args.data.name}_{args.steps}", about)
-
-
-def parameters(args: argparse.Namespace, name: str, seed: int) -> int:
-    """Of a run's model."""
-    out = folder(args, name, seed)
-    if name in PEERS:
-        return int(json.loads((out / "outcomes.json").read_text())["parameters"])
-    return int(json.loads((out / "eval" / "result.json").read_text())["parameters"])
 
 
 def loss(documents: Sequence[Outcome]) -> float:
