@@ -26,6 +26,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -54,7 +55,7 @@ MEMORY_EVERY = 10.0
 """Seconds between looks at the memory that the service's processes have for themselves, while both engines are there."""
 GREEDY = Sampling(temperature=0)
 PROMPT = "The whale and the sea, "
-console = Console()
+console = Console(width=160)
 
 
 def main() -> None:
@@ -75,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_pretrained(model, checkpoint.tokenizer, folder / "bench")
-        changes = ["engine.lanes=64", "engine.queue=64", f"engine.threads={args.threads}", f"http.throughput={args.throughput}"]
+        changes = ["engine.lanes=80", "engine.queue=64", f"engine.threads={args.threads}", f"http.throughput={args.throughput}"]
         changes += ["scaling.replicas=1"] if args.part == "speed" else []
         cluster = Cluster(folder, folder / "bench", free_port(), *(part for change in changes for part in ("--set", change)))
         try:
@@ -136,7 +137,7 @@ async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: ar
     number = 0
     table = Table(
         "streams", "engine tok/s", "service tok/s", "ratio (quartiles)", "first token: engine ms", "service ms",
-        "over (quartiles)", "processor ms per token: engine", "service",
+        "over (quartiles)", "over, of the late one", "processor ms per token: engine", "service",
     )  # fmt: skip
     rows = []
 
@@ -144,7 +145,7 @@ async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: ar
         """Processor seconds so far: of this process, and of all of the service's."""
         return time.process_time() + sum(sum(times[:2]) for times in cluster.times())
 
-    with Engine(checkpoint, EngineConfig(lanes=64), store) as engine:
+    with Engine(checkpoint, EngineConfig(lanes=80), store) as engine:
 
         async def own(id: str) -> float:
             began, first = time.perf_counter(), 0.0
@@ -153,12 +154,15 @@ async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: ar
             return first
 
         for streams in args.streams:
+            total = (streams + 1) * args.tokens
             seconds: dict[str, list[float]] = {"engine": [], "service": []}
             firsts: dict[str, list[float]] = {"engine": [], "service": []}
+            late: dict[str, list[float]] = {"engine": [], "service": []}
+            middle = {"engine": 0.0, "service": 0.0}
             work: dict[str, list[float]] = {"engine": [], "service": []}
             for round_ in range(-1, args.rounds):
                 number += 1
-                names = [f"b{number}-{i}" for i in range(streams)]
+                names = [f"b{number}-{i}" for i in range(streams + 1)]
                 for name in names:
                     store.create(LOCAL, name, settings)
                     await make(cluster.url, name)
@@ -167,32 +171,45 @@ async def speed(cluster: Cluster, checkpoint: Checkpoint, folder: Path, args: ar
                     before = worked() if who == "service" else time.process_time()
                     began = time.perf_counter()
                     calls = [own(n) if who == "engine" else stream(cluster.url, n, args.tokens) for n in names]
-                    found = await asyncio.gather(*calls)
+                    *found, last = await asyncio.gather(*calls[:-1], after(middle[who], calls[-1]))
                     took = time.perf_counter() - began
+                    middle[who] = took / 3
                     used = (worked() if who == "service" else time.process_time()) - before
                     if round_ >= 0:
                         seconds[who].append(took)
                         firsts[who].append(1000 * statistics.median(found))
-                        work[who].append(1000 * used / (streams * args.tokens))
-            total = streams * args.tokens
+                        late[who].append(1000 * last)
+                        work[who].append(1000 * used / total)
             found_ratio = ratio(seconds["service"], seconds["engine"])
-            over = [b - a for a, b in zip(firsts["engine"], firsts["service"], strict=True)]
-            low, median, high = statistics.quantiles(over, n=4, method="inclusive")
+            over, over_late = milliseconds_over(firsts), milliseconds_over(late)
             rate = {who: total / statistics.median(values) for who, values in seconds.items()}
             first = {who: statistics.median(values) for who, values in firsts.items()}
             cost = {who: statistics.median(values) for who, values in work.items()}
             row = {"streams": streams, "ratio": found_ratio, "tokens_per_second": rate, "first_token_ms": first}
-            rows.append(row | {"first_token_over_ms": [low, median, high], "processor_ms_per_token": cost})
+            row |= {"first_token_over_ms": over, "late_first_token_over_ms": over_late}
+            rows.append(row | {"processor_ms_per_token": cost})
             table.add_row(
                 str(streams), f"{rate['engine']:.0f}", f"{rate['service']:.0f}", str(found_ratio), f"{first['engine']:.0f}",
-                f"{first['service']:.0f}", f"{median:+.0f} ({low:+.0f} to {high:+.0f})", f"{cost['engine']:.2f}",
-                f"{cost['service']:.2f}",
+                f"{first['service']:.0f}", *("{1:+.0f} ({0:+.0f} to {2:+.0f})".format(*x) for x in (over, over_late)),
+                f"{cost['engine']:.2f}", f"{cost['service']:.2f}",
             )  # fmt: skip
     store.close()
     console.print(table)
     mode = "throughput" if args.throughput else "default"
     about = {"preset": args.preset, "tokens": args.tokens, "rounds": args.rounds, "threads": args.threads, "mode": mode}
     save(f"serving_{args.preset}_{args.threads}_{mode}", about | {"rows": rows})
+
+
+async def after(seconds: float, call: Awaitable[float]) -> float:
+    """What the call gives, begun so much later."""
+    await asyncio.sleep(seconds)
+    return await call
+
+
+def milliseconds_over(found: dict[str, list[float]]) -> list[float]:
+    """How much longer it took through the service: quartiles over the rounds."""
+    over = [b - a for a, b in zip(found["engine"], found["service"], strict=True)]
+    return statistics.quantiles(over, n=4, method="inclusive")
 
 
 # --- load ----------------------------------------------------------------------------------------------------------
