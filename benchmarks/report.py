@@ -123,6 +123,29 @@ def recalls() -> list[str]:
     return [*lines, ""]
 
 
+def stability() -> list[str]:
+    """A million tokens in one session, stretch by stretch: above the same books read alone, and the memory's size."""
+    path = RESULTS / "memory_stability.json"
+    if not path.is_file():
+        return []
+    result = json.loads(path.read_text())
+    alone, *sessions = result["rows"]
+    count = len(alone["nats_per_token"])
+    lines = [f"{result['tokens']:,} tokens of {result['books']} books", ""]
+    lines += ["| | " + " | ".join(f"{i + 1}" for i in range(count)) + " |", "|---" * (1 + count) + "|"]
+    lines.append(f"| {alone['reading']} | " + " | ".join(f"{x:.3f}" for x in alone["nats_per_token"]) + " |")
+    for row in sessions:
+        gaps = (f"{x - y:+.4f}" for x, y in zip(row["nats_per_token"], alone["nats_per_token"], strict=True))
+        lines.append(f"| {row['reading']}: above that | " + " | ".join(gaps) + " |")
+        lines.append(f"| {row['reading']}: memory's size | " + " | ".join(f"{x:.3f}" for x in row["memory_rms"]) + " |")
+    return [
+        *lines,
+        "",
+        "All numbers finite." if all(row["finite"] for row in result["rows"]) else "NOT all numbers are finite.",
+        "",
+    ]
+
+
 def costs() -> list[str]:
     """Training speed with memory over that without."""
     lines = ["| preset | changed | threads | memory on over off |", "|---" * 4 + "|"]
@@ -136,6 +159,6 @@ def costs() -> list[str]:
 
 if __name__ == "__main__":
     if "--memory" in sys.argv:
-        print("\n".join([*texts(), *recalls(), *costs()]))
+        print("\n".join([*texts(), *recalls(), *stability(), *costs()]))
         sys.exit()
     print("\n".join([*([*training(), "", *stages()] if "--all" in sys.argv else summary()), "", *streams()]))
