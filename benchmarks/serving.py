@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -84,7 +85,9 @@ def main() -> None:
             if args.part == "speed":
                 asyncio.run(speed(cluster, checkpoint, folder, args))
             else:
-                asyncio.run(load(cluster, checkpoint, args))
+                found = asyncio.run(load(cluster, checkpoint, max(args.streams), args.tokens, 60 * args.minutes))
+                console.print({key: value for key, value in found.items() if key != "megabytes"})
+                save("serving_load", found)
         finally:
             cluster.kill()
 
@@ -215,9 +218,11 @@ def milliseconds_over(found: dict[str, list[float]]) -> list[float]:
 # --- load ----------------------------------------------------------------------------------------------------------
 
 
-async def load(cluster: Cluster, checkpoint: Checkpoint, args: argparse.Namespace) -> None:
-    tokens, sessions = args.tokens, max(args.streams)
-    end = time.monotonic() + 60 * args.minutes
+async def load(
+    cluster: Cluster, checkpoint: Checkpoint, sessions: int, tokens: int, seconds: float, pause: tuple[float, float] = (10, 30)
+) -> dict[str, Any]:
+    """Turns of so many tokens in so many sessions, a replica killed after every pause; what was counted (see above)."""
+    end = time.monotonic() + seconds
     counts: dict[str, float] = {
         "turns": 0,
         "resumed": 0,
@@ -279,7 +284,7 @@ async def load(cluster: Cluster, checkpoint: Checkpoint, args: argparse.Namespac
 
     async def killer() -> None:
         while time.monotonic() < end - 10:
-            await asyncio.sleep(random.uniform(10, 30))
+            await asyncio.sleep(random.uniform(*pause))
             engines = await asyncio.to_thread(cluster.engines)
             if len(engines) == 2 and time.monotonic() < end - 5:
                 random.choice(engines).kill()
@@ -318,11 +323,11 @@ async def load(cluster: Cluster, checkpoint: Checkpoint, args: argparse.Namespac
             lost = 1 + len(prompt) + random.randrange(tokens // 2)  # in the first turn, with half of it behind
             without = torch.cat([history[:lost], history[lost + 1 : len(prompt) + tokens]])
             control.append(float(shortfalls(checkpoint, without)[lost - 1 :].max()))
-    third = len(megabytes) // 3
     counts |= {"control": len(control), "control_seen": sum(value > NEAR for value in control)}
-    counts |= {"mb_first_third": statistics.median(megabytes[:third]), "mb_last_third": statistics.median(megabytes[-third:])}
-    console.print(counts)
-    save("serving_load", counts | {"sessions": sessions, "minutes": args.minutes, "megabytes": megabytes})
+    half = len(megabytes) // 2
+    if half:  # most: a replica that was just started has less
+        counts |= {"mb_most_first_half": max(megabytes[:half]), "mb_most_second_half": max(megabytes[half:])}
+    return counts | {"sessions": sessions, "seconds": seconds, "megabytes": megabytes}
 
 
 def shortfalls(checkpoint: Checkpoint, history: torch.Tensor) -> torch.Tensor:
