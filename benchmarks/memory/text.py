@@ -13,6 +13,8 @@ off        the window alone
 wide       the window alone, with a feed-forward network that makes it as large as `on`
 far        the window alone, with a window that makes its state as large as that of `on`
 longer     the window alone, trained for as much processor time as `on` (by the ratio that benchmarks.memory.cost measured)
+reset      the model of `on`, its memory reset at each segment when it is evaluated
+shuffled   the model of `on`, reading the memory that the next book had
 xl, gpt2, rwkv     see benchmarks.memory.peers
 
 Equal tokens: all but `longer` read the same, in the same order.
@@ -44,8 +46,9 @@ CONTENDERS: dict[str, list[str]] = {
     "far": ["model.memory=off", "model.window={window}"],
     "longer": ["model.memory=off"],
 }
-PEERS = ("xl", "gpt2", "rwkv")
 MODES = ("reset", "shuffled")
+PEERS = ("xl", "gpt2", "rwkv")
+ALL = (*CONTENDERS, *MODES, *PEERS)
 OUTCOMES = RESULTS / "memory_text"
 console = Console()
 
@@ -56,7 +59,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/train/pg19-memory.yaml"))
     parser.add_argument("--data", type=Path, default=Path("data/pg19-2k"))
     parser.add_argument("--split", default="test")
-    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *PEERS], default=[*CONTENDERS, *PEERS])
+    parser.add_argument("--contenders", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--feedforward", type=int, default=601, help="of `wide`")
@@ -82,38 +85,45 @@ def kept(args: argparse.Namespace, name: str, seed: int) -> Path:
 
 def run(args: argparse.Namespace, name: str, seed: int) -> None:
     """Train, export, evaluate, keep the outcome; each is left alone where it is done."""
-    out = args.runs / experiment(args) / f"{name}-{seed}"
     if kept(args, name, seed).exists():
         return
+    out = args.runs / experiment(args) / f"{name}-{seed}"
     if name in PEERS:
         if not (out / "outcomes.json").exists():
             command(out, "benchmarks.memory.peers", "--peer", name, "--config", args.config, "--data", args.data,
                     "--split", args.split, "--seed", seed, "--steps", args.steps, "--out", out)  # fmt: skip
         about = json.loads((out / "outcomes.json").read_text())
-        passes = {"on": [Outcome.from_row(row) for row in about["outcomes"]]}
+        documents = [Outcome.from_row(row) for row in about["outcomes"]]
     else:
-        steps = round(args.steps / speed()) if name == "longer" else args.steps
-        changes = [f"data={args.data}", f"seed={seed}", f"training.steps={steps}", f"evaluation.interval={steps}"]
-        changes += [change.format(feedforward=args.feedforward, window=args.window) for change in CONTENDERS[name]]
-        sets = [part for change in changes for part in ("--set", change)]
-        if not (out / "model" / "config.json").exists():
-            command(out, "lm", "train", "--config", args.config, *sets, "--out", out)
-            command(out, "lm", "export", out, "--out", out / "model")
-        modes = ("on", *MODES) if name == "on" else ("on",)
+        model = trained(args, "on" if name in MODES else name, seed)
+        mode = name if name in MODES else "on"
         if not (out / "eval" / "result.json").exists():
-            command(out, "lm", "eval", "--checkpoint", out / "model", "--data", args.data, "--split", args.split,
-                    "--memory", ",".join(modes), "--out", out / "eval")  # fmt: skip
+            command(out, "lm", "eval", "--checkpoint", model, "--data", args.data, "--split", args.split,
+                    "--memory", mode, "--out", out / "eval")  # fmt: skip
         about = json.loads((out / "eval" / "result.json").read_text())
-        passes = {mode: outcomes(out / "eval", mode) for mode in modes}
-    keep(kept(args, name, seed), about["parameters"], passes)
+        documents = outcomes(out / "eval", mode)
+    keep(kept(args, name, seed), about["parameters"], documents)
     console.print(f"{out}: done")
 
 
-def keep(path: Path, parameters: int, passes: dict[str, list[Outcome]]) -> None:
+def trained(args: argparse.Namespace, name: str, seed: int) -> Path:
+    """The folder of a contender's model, which is trained where it is not there yet."""
+    out = args.runs / experiment(args) / f"{name}-{seed}"
+    steps = round(args.steps / speed()) if name == "longer" else args.steps
+    changes = [f"data={args.data}", f"seed={seed}", f"training.steps={steps}", f"evaluation.interval={steps}"]
+    changes += [change.format(feedforward=args.feedforward, window=args.window) for change in CONTENDERS[name]]
+    sets = [part for change in changes for part in ("--set", change)]
+    if not (out / "model" / "config.json").exists():
+        command(out, "lm", "train", "--config", args.config, *sets, "--out", out)
+        command(out, "lm", "export", out, "--out", out / "model")
+    return out / "model"
+
+
+def keep(path: Path, parameters: int, documents: Sequence[Outcome]) -> None:
     """Write a run's outcome; blocks only where there is one document, whose interval is drawn from them."""
-    rows = {mode: [asdict(x if len(read) == 1 else replace(x, blocks=[])) for x in read] for mode, read in passes.items()}
+    rows = [asdict(x if len(documents) == 1 else replace(x, blocks=[])) for x in documents]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"parameters": parameters, "passes": rows}, separators=(",", ":")) + "\n")
+    path.write_text(json.dumps({"parameters": parameters, "outcomes": rows}, separators=(",", ":")) + "\n")
 
 
 def speed() -> float:
@@ -135,36 +145,36 @@ def command(out: Path, module: str, *words: object) -> None:
         sys.exit(f"{module} {' '.join(map(str, words))} failed: see {log.name}")
 
 
-def found(args: argparse.Namespace, name: str, seed: int, mode: str = "on") -> list[Outcome] | None:
+def found(args: argparse.Namespace, name: str, seed: int) -> list[Outcome] | None:
     """The documents of a run that is done."""
     path = kept(args, name, seed)
-    return [Outcome.from_row(row) for row in json.loads(path.read_text())["passes"][mode]] if path.exists() else None
+    return [Outcome.from_row(row) for row in json.loads(path.read_text())["outcomes"]] if path.exists() else None
 
 
 def report(args: argparse.Namespace) -> None:
     """What is done, contender by contender: every seed's loss, and its difference to `off` document by document."""
-    table = Table("contender", "parameters", "nats per token, by seed", "against off (95 %, documents in pairs)")
+    table = Table("contender", "parameters", "nats per token, by seed", "against off (95 %, documents in pairs)", "against on")
     rows: list[dict[str, Any]] = []
-    for name in (*CONTENDERS, *PEERS):
-        for mode in ("on", *MODES) if name == "on" else ("on",):
-            read = {seed: found(args, name, seed, mode) for seed in args.seeds}
-            done = {seed: documents for seed, documents in read.items() if documents is not None}
-            if not done:
-                continue
-            gaps = {}
-            for seed, documents in done.items():
-                reference = found(args, "off", seed)
-                if reference is not None and name != "off":
-                    gaps[seed] = gap(documents, reference)
-            values = {seed: loss(documents) for seed, documents in done.items()}
-            label = name if mode == "on" else f"on, memory {mode}"
-            size = int(json.loads(kept(args, name, min(done)).read_text())["parameters"])
-            row = {"contender": label, "parameters": size, "nats_per_token": values, "against_off": gaps}
-            if mode != "on":
-                row["against_on"] = {s: gap(d, here) for s, d in done.items() if (here := found(args, name, s)) is not None}
-            rows.append(row)
-            shown = "; ".join(f"{x['nats_per_token']:+.4f} ({x['low']:+.4f} to {x['high']:+.4f})" for x in gaps.values())
-            table.add_row(label, f"{size:,}", ", ".join(f"{x:.4f}" for x in values.values()), shown)
+    for name in ALL:
+        read = {seed: found(args, name, seed) for seed in args.seeds}
+        done = {seed: documents for seed, documents in read.items() if documents is not None}
+        if not done:
+            continue
+        gaps: dict[str, dict[int, dict[str, float]]] = {"off": {}, "on": {}}
+        for seed, documents in done.items():
+            for other in gaps:
+                reference = found(args, other, seed)
+                if reference is not None and name != other:
+                    gaps[other][seed] = gap(documents, reference)
+        values = {seed: loss(documents) for seed, documents in done.items()}
+        size = int(json.loads(kept(args, name, min(done)).read_text())["parameters"])
+        row = {"contender": name, "parameters": size, "nats_per_token": values}
+        rows.append(row | {"against_off": gaps["off"], "against_on": gaps["on"]})
+        shown = (
+            "; ".join(f"{x['nats_per_token']:+.4f} ({x['low']:+.4f} to {x['high']:+.4f})" for x in found_.values())
+            for found_ in gaps.values()
+        )
+        table.add_row(name, f"{size:,}", ", ".join(f"{x:.4f}" for x in values.values()), *shown)
     console.print(table)
     about = {"data": args.data.name, "split": args.split, "steps": args.steps, "rows": rows}
     save(f"memory_text_{args.data.name}_{args.steps}", about)
