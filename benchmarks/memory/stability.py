@@ -36,7 +36,7 @@ class Reading:
 
     nats: np.ndarray
     """Per segment."""
-    sizes: list[float]
+    sizes: np.ndarray
     """Root mean square of the memory after each call."""
     finite: bool
 
@@ -94,19 +94,18 @@ def read(model: PMI, tokens: Tensor, starts: Tensor) -> Reading:
     inputs = tokens[:-1].view(-1, segment).clone()
     inputs[starts, 0] = bos
     targets, state = tokens[1:].view(-1, segment), model.initial_state(1)
-    nats: list[np.ndarray] = []
-    sizes: list[float] = []
+    # made before the large blocks that come and go: what stays in between would keep the allocator from using those again
+    nats, sizes = np.zeros(len(inputs)), np.zeros(-(-len(inputs) // CALL))
     for at in track(range(0, len(inputs), CALL), "reading", console=console):
         here = slice(at, at + CALL)
         hidden, state = model(inputs[here].reshape(1, -1), state, starts=starts[here][None])
         losses = torch.nn.functional.cross_entropy(
             model.head.logits(hidden[0]).double(), targets[here].flatten(), reduction="none"
         )
-        nats.append(losses.view(-1, segment).sum(1).numpy())
+        nats[here] = losses.view(-1, segment).sum(1).numpy()
         levels = [level for memory in state.memories for level in memory if level.numel()]
-        sizes.append(float(torch.cat([level.flatten() for level in levels]).square().mean().sqrt()))
-    found = np.concatenate(nats)
-    return Reading(found, sizes, bool(np.isfinite(found).all() and np.isfinite(sizes).all()))
+        sizes[at // CALL] = float(torch.cat([level.flatten() for level in levels]).square().mean().sqrt())
+    return Reading(nats, sizes, bool(np.isfinite(nats).all() and np.isfinite(sizes).all()))
 
 
 def show(about: dict) -> None:
