@@ -7,7 +7,8 @@ the curriculum when it answers well enough, and ends when it has mastered the la
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lm.data.files import write_atomically
 from lm.errors import UserError
 from lm.evaluation.tasks_report import progress
 from lm.model import PMI
+from lm.model.delta import DeltaWrite
 from lm.training.loop import Batch, learning_rate, optimiser_for
 from lm.training.signals import StopRequest
 
@@ -35,6 +37,7 @@ class TaskBatch(Batch):
     """Whole samples, one a lane, each a document of its own; the mask is on the answers. Padding stands behind a sample's end."""
 
     lengths: Tensor  # [b] predictions of each lane
+    hints: Tensor | None = None  # [b, t] bool: what is learned beside the answers, and not counted among them
 
 
 @dataclass
@@ -95,10 +98,12 @@ def train(
     out: Path,
     console: Console,
     everything: float = 0.0,
+    quiet: float = 0.0,
 ) -> bool:
     """Train until the curriculum is mastered, or for `steps` steps; false where a signal ended it before (it is saved).
 
-    `draw(stage, rng)` gives a step's samples. `everything` is the weight of predicting every token beside the answers.
+    `draw(stage, rng)` gives a step's samples. `everything` is the weight of predicting every token beside the answers, `quiet`
+    that of the mean strength of writes to memory, from the second stage on (before, not to write would be learned first).
     """
     optimiser = optimiser_for(model, optimisation)
     done, finished = _restore(model, optimiser, curriculum, out)
@@ -112,10 +117,12 @@ def train(
                 batch = draw(stage, rng)
                 for group in optimiser.param_groups:
                     group["lr"] = learning_rate(optimisation, done, steps)
-                loss, right = _step(model, batch, optimiser, optimisation.clip, everything)
+                loss, right, strength = _step(
+                    model, batch, optimiser, optimisation.clip, everything, quiet if curriculum.stage else 0.0
+                )
                 done, finished = done + 1, curriculum.note(right)
                 reached = curriculum.stages[curriculum.stage]
-                row = {"step": done, "stage": stage, "reached": reached, "loss": loss, "accuracy": right}
+                row = {"step": done, "stage": stage, "reached": reached, "loss": loss, "accuracy": right, "strength": strength}
                 metrics.write(json.dumps(row) + "\n")
                 advance(1, f"loss {loss:.3f}  accuracy {curriculum.accuracy:.3f} at {reached}")
                 if time.monotonic() - saved > SAVE_EVERY:
@@ -129,15 +136,24 @@ def train(
     return not stop.signal
 
 
-def _step(model: PMI, batch: TaskBatch, optimiser: torch.optim.Optimizer, clip: float, everything: float) -> tuple[float, float]:
-    tokens, targets, mask, starts, lengths = (getattr(batch, part.name).to(model.device) for part in fields(batch))
-    hidden, _ = model(tokens, model.initial_state(tokens.shape[0]), starts=starts)
+def _step(
+    model: PMI, batch: TaskBatch, optimiser: torch.optim.Optimizer, clip: float, everything: float, quiet: float
+) -> tuple[float, float, float]:
+    """One optimiser step; the loss of the answers, the share of them that is right, and the mean strength of writes."""
+    given = (getattr(batch, part.name) for part in fields(batch))
+    tokens, targets, mask, starts, lengths, hints = (part if part is None else part.to(model.device) for part in given)
+    with _watching_writes(model) as strengths:
+        hidden, _ = model(tokens, model.initial_state(tokens.shape[0]), starts=starts)
     asked, answers = hidden[mask], targets[mask]
     loss: Tensor = model.head.loss(asked, answers) / len(answers)
     total = loss
+    if hints is not None and bool(hints.any()):
+        total = total + model.head.loss(hidden[hints], targets[hints]) / int(hints.sum())
+    strength = torch.stack(strengths).mean() if strengths else torch.zeros(())
+    total = total + quiet * strength
     if everything:
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        total = loss + everything * model.head.loss(hidden[real], targets[real]) / int(lengths.sum())
+        total = total + everything * model.head.loss(hidden[real], targets[real]) / int(lengths.sum())
     optimiser.zero_grad(set_to_none=True)
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -146,7 +162,23 @@ def _step(model: PMI, batch: TaskBatch, optimiser: torch.optim.Optimizer, clip: 
     optimiser.step()
     with torch.no_grad():
         right = (model.head.logits(asked).argmax(-1) == answers).float().mean()
-    return float(loss.detach()), float(right)
+    return float(loss.detach()), float(right), float(strength.detach())
+
+
+@contextmanager
+def _watching_writes(model: PMI) -> Iterator[list[Tensor]]:
+    """The mean strength of all writes of each memory while the model runs."""
+    found: list[Tensor] = []
+    handles = [
+        write.strength.register_forward_hook(lambda _, __, wish, write=write: found.append(write.opened(wish).mean()))
+        for write in model.modules()
+        if isinstance(write, DeltaWrite)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _save(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, done: int, finished: bool, out: Path) -> None:
