@@ -48,9 +48,9 @@ from lm.model.pretrained import from_pretrained, save_pretrained
 CONTENDERS = ("on", "window", "rmt")
 LENGTHS = {"qa1": "4k,64k,1M", "qa2": "4k,64k", "qa3": "4k,64k"}
 SAMPLES = {"4k": 200, "64k": 100, "1M": 30}
-STAGES = {"qa1": "0k,500,1k,2k,4k", "qa2": "0k,500,1k,2k,4k", "qa3": "0k,1k,2k,4k"}
-STEPS = {"qa1": 1500, "qa2": 1500, "qa3": 800}
-LANES, TOKENS, ASKED, QUIET, LR, WARMUP = 96, 12_000, 3, 0.3, 4e-3, 50
+STAGES = {"qa1": "0k,250,1k,2k,4k", "qa2": "0k,250,1k,2k,4k", "qa3": "0k,1k,2k,4k"}
+STEPS = {"qa1": 700, "qa2": 1200, "qa3": 800}
+LANES, TOKENS, ASKED, WRITING, LR, WARMUP = 24, 8_000, 3, 0.3, 4e-3, 50
 VOCABULARY, BOOKS_FOR_IT = 2048, 8 << 20
 RMT_SEGMENT, RMT_MEMORY = 128, 16
 console = Console()
@@ -60,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--facts", type=Path, help="bAbI: a folder or archive")
     parser.add_argument("--text", type=Path, help="PG-19: a folder or archive with splits")
+    parser.add_argument("--tokenizer", type=Path, help="prepared data whose pieces are used. Default: pieces learned here")
     parser.add_argument("--runs", type=Path, default=Path("runs/memory/babilong"))
     parser.add_argument("--tasks", nargs="+", choices=[*LENGTHS], default=[*LENGTHS])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
@@ -72,7 +73,7 @@ def main() -> None:
     if not args.report:
         if args.facts is None or args.text is None:
             parser.error("--facts and --text are needed")
-        bench = Bench(args.runs, args.facts, args.text, args.seed, args.steps)
+        bench = Bench(args.runs, args.facts, args.text, args.seed, args.steps, args.tokenizer)
         for task in args.tasks:
             for name in (name for name in CONTENDERS if name in args.contenders):
                 bench.train(task, name)
@@ -91,13 +92,17 @@ class Bench:
     text: Path
     seed: int
     steps: int | None
+    pieces: Path | None
 
     def tokenizer(self) -> Tokenizer:
         """Pieces of PG-19's train split and of bAbI's training files."""
         folder = self.runs / "tokenizer"
         if not (folder / "tokenizer.json").is_file():
-            console.print(f"learning {VOCABULARY:,} pieces")
             folder.mkdir(parents=True, exist_ok=True)
+            if self.pieces is not None:
+                load_tokenizer(self.pieces).save(folder)
+                return load_tokenizer(folder)
+            console.print(f"learning {VOCABULARY:,} pieces")
             PieceTokenizer.train(["\n".join(self._spelled())], VOCABULARY, "unigram", 1).save(folder)
         return load_tokenizer(folder)
 
@@ -125,7 +130,7 @@ class Bench:
         if name == "on":
             outcome = babilong_train.run(
                 config, tokenizer, self.facts, books, [task], lengths, steps=steps, lanes=LANES, lr=LR, everything=0.0,
-                seed=self.seed, out=out, device=torch.device("cpu"), console=console, asked=ASKED, tokens=TOKENS, quiet=QUIET,
+                seed=self.seed, out=out, device=torch.device("cpu"), console=console, asked=ASKED, tokens=TOKENS, writing=WRITING,
             )  # fmt: skip
             if outcome is None:
                 raise KeyboardInterrupt
@@ -171,7 +176,7 @@ class Bench:
             rows = [{"answer": sample.answer, "right": a == sample.answer} for sample, a in zip(samples, said, strict=True)]
         else:
             checkpoint = from_pretrained(self.folder(task, name) / "model")
-            found = Evaluation(checkpoint, tasks, out, min(count, 50), 16, console)
+            found = Evaluation(checkpoint, tasks, out, 50 if count > 50 else 10, 64, console)
             found.run([(task, length)], count)
             rows = [row for row in found.rows if row["sample"] < count]
         answers = [row["answer"] for row in rows]
@@ -344,7 +349,7 @@ def report(runs: Path) -> None:
     usual = {f"{row['task']} at {row['length']}": row["usual"] for row in asked}
     console.print("the usual answer alone: " + ", ".join(f"{name} {share:.3f}" for name, share in usual.items()))
     settings = {
-        "lanes": LANES, "tokens": TOKENS, "asked": ASKED, "quiet": QUIET, "lr": LR, "warmup": WARMUP, "stages": STAGES,
+        "lanes": LANES, "tokens": TOKENS, "asked": ASKED, "writing": WRITING, "lr": LR, "warmup": WARMUP, "stages": STAGES,
         "vocabulary": VOCABULARY, "rmt": {"segment": RMT_SEGMENT, "memory": RMT_MEMORY},
         "model": load_model_config("babilong").model_dump(mode="json"),
     }  # fmt: skip

@@ -8,6 +8,7 @@ Every lane of a batch is one whole sample behind a BOS, its answer at the end; t
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,28 @@ from lm.model import PMI
 from lm.model.pretrained import Checkpoint, fingerprint, save_pretrained
 
 
+@dataclass
+class _Sample:
+    """A sample's ids from BOS to its answer, and by position:"""
+
+    ids: NDArray[np.int64]
+    answers: dict[int, int] = field(default_factory=dict)
+    """What is to be predicted and counted."""
+    hints: dict[int, int] = field(default_factory=dict)
+    """What is to be predicted, but not counted."""
+    facts: dict[int, int] = field(default_factory=dict)
+    """Where facts end, and whom they are about: their first word."""
+    asks: dict[int, int] = field(default_factory=dict)
+    """Who is asked about, or told of."""
+
+
 class TrainingSamples:
     """Fresh samples without end: questions and books are drawn anew for each.
 
     asked:  each question of the story is also asked up to so many times on the way, where its answer holds, among the sentences
             of the book: what is to be said is learned from there, but the text goes on as if nothing had been answered. Hints
-            help: the answer is to be predicted from the question's last word on, and the first word of a fact from its last.
+            help: the answer is to be predicted from the question's last word on, and the first word of a fact from its last,
+            which is what memory should hold of the text.
     tokens: samples of a step hold about so many tokens of context: fewer than `lanes` samples, where they are long.
     """
 
@@ -47,26 +64,26 @@ class TrainingSamples:
     def draw(self, length: int, rng: np.random.Generator) -> TaskBatch:
         """Samples of `length` tokens of context (0: the facts alone), each of a task drawn evenly."""
         lanes = self.lanes if self.tokens is None else min(self.lanes, max(1, self.tokens // max(1, length)))
-        rows, answers, hints = zip(*(self._sample(length, rng) for _ in range(lanes)), strict=True)
-        lengths = np.array([len(row) - 1 for row in rows])
+        samples = [self._sample(length, rng) for _ in range(lanes)]
+        lengths = np.array([len(sample.ids) - 1 for sample in samples])
         segments = -(-int(lengths.max()) // self.segment)
         tokens = np.full((lanes, segments * self.segment + 1), self.bos, dtype=np.int64)
-        for lane, row in enumerate(rows):
-            tokens[lane, : len(row)] = row
-        targets = tokens[:, 1:].copy()
-        marks = np.zeros((2, lanes, segments * self.segment), dtype=bool)
-        for mark, of_lanes in zip(marks, (answers, hints), strict=True):
-            for lane, found in enumerate(of_lanes):
-                for place, answer in found.items():
-                    targets[lane, place], mark[lane, place] = answer, True
-        mask, hinted = torch.from_numpy(marks)
+        # answers, hints, facts and asks: an id where there is one
+        marks = np.full((4, lanes, segments * self.segment), -1, dtype=np.int64)
+        for lane, sample in enumerate(samples):
+            tokens[lane, : len(sample.ids)] = sample.ids
+            for mark, found in zip(marks[:, lane], (sample.answers, sample.hints, sample.facts, sample.asks), strict=True):
+                mark[list(found)] = list(found.values())
+        answers, hints, facts, asks = torch.from_numpy(marks)
+        targets = torch.from_numpy(tokens[:, 1:].copy())
+        for wanted in (answers, hints):
+            targets = torch.where(wanted >= 0, wanted, targets)
         starts = torch.zeros(lanes, segments, dtype=torch.bool)
         starts[:, 0] = True
         ids = torch.from_numpy(tokens[:, :-1])
-        return TaskBatch(ids, torch.from_numpy(targets), mask, starts, torch.from_numpy(lengths), hinted)
+        return TaskBatch(ids, targets, answers >= 0, starts, torch.from_numpy(lengths), hints >= 0, facts, asks)
 
-    def _sample(self, length: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], dict[int, int], dict[int, int]]:
-        """A sample's ids from BOS to its answer; which id is to be predicted where: answers, and hints."""
+    def _sample(self, length: int, rng: np.random.Generator) -> "_Sample":
         *earlier, question = self._story(length, rng)
         lines: list[str] = []
         asked: dict[int, str] = {}  # the answers by line
@@ -81,22 +98,23 @@ class TrainingSamples:
         made = self.maker.make(question._replace(facts=tuple(lines)), length, rng, sink)
         ids = np.frombuffer(sink.getvalue(), self.maker.dtype).astype(np.int64)
         answer = self.encode(question.answer + "\n")
+        sample = _Sample(np.concatenate([[self.bos], ids, answer]))
+        sample.answers |= {len(ids) + i: token for i, token in enumerate(answer)}
+        if not self.asked:
+            return sample
         # id number i stands at position i + 1, behind BOS; the end of a question's line predicts the answer's beginning
-        wanted: dict[int, int] = {}
-        hints: dict[int, int] = {}
-        if self.asked:
-            asked[len(lines)] = question.answer
-            begins = [*made.facts, made.tokens - len(self.maker.line(question.question))]
-            for i, (line, begin) in enumerate(zip([*lines, question.question], begins, strict=True)):
-                words, end = line.rsplit(" ", 1)[0], begin + len(self.maker.line(line))
-                last = begin + len(self.encode(words)) + 1  # where the last word begins
-                if i in asked:
-                    wanted[end] = self.encode(asked[i] + "\n")[0]
-                    hints |= dict.fromkeys(range(last, end), wanted[end])
-                else:
-                    hints[last] = self.encode(line)[0]
-        wanted |= {len(ids) + i: token for i, token in enumerate(answer)}
-        return np.concatenate([[self.bos], ids, answer]), wanted, hints
+        asked[len(lines)] = question.answer
+        begins = [*made.facts, made.tokens - len(self.maker.line(question.question))]
+        for i, (line, begin) in enumerate(zip([*lines, question.question], begins, strict=True)):
+            words, last_word = line.rsplit(" ", 1)
+            end, last = begin + len(self.maker.line(line)), begin + len(self.encode(words)) + 1  # where the last word begins
+            if i in asked:
+                sample.answers[end] = self.encode(asked[i] + "\n")[0]
+                sample.hints |= dict.fromkeys(range(last, end), sample.answers[end])
+                sample.asks |= dict.fromkeys(range(last, end + 1), self.encode(last_word.rstrip("?"))[0])
+            else:
+                sample.hints[last] = sample.facts[last] = sample.asks[begin + 1] = self.encode(line)[0]
+        return sample
 
     def _story(self, length: int, rng: np.random.Generator) -> tuple[Question, ...]:
         asked = self.stories[int(rng.integers(len(self.stories)))]
@@ -123,7 +141,7 @@ def stories(questions: list[Question]) -> Iterator[tuple[Question, ...]]:
 def run(
     start: Checkpoint | ModelConfig, tokenizer: Tokenizer, facts: Path, books: Books, tasks: list[str], lengths: list[int],
     *, steps: int, lanes: int, lr: float, everything: float, seed: int, out: Path, device: torch.device, console: Console,
-    asked: int = 0, tokens: int | None = None, quiet: float = 0.0,
+    asked: int = 0, tokens: int | None = None, writing: float = 0.0,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Train on the train split at growing lengths, into OUT/model; None where a signal ended it before."""
     machine.keep_pages()
@@ -132,13 +150,13 @@ def run(
     claim(out, {
         "start": "fresh" if isinstance(start, ModelConfig) else start.fingerprint, "model": model.config.model_dump(mode="json"),
         "tasks": tasks, "lengths": lengths, "steps": steps, "lanes": lanes, "lr": lr, "everything": everything, "seed": seed,
-        "text": books.fingerprint, "tokenizer": tokenizer.fingerprint(), "asked": asked, "tokens": tokens, "quiet": quiet,
+        "text": books.fingerprint, "tokenizer": tokenizer.fingerprint(), "asked": asked, "tokens": tokens, "writing": writing,
     })  # fmt: skip
     questions = read_questions(facts, tasks, "train")
     samples = TrainingSamples(questions, books, tokenizer, lanes, model.config.segment, asked, tokens)
     curriculum = Curriculum(lengths, pass_=0.85, enough=0.995, over=40)
     optimisation = OptimiserConfig(lr=lr, warmup=50)
-    if not train(model, samples.draw, curriculum, optimisation, steps, seed, out, console, everything, quiet):
+    if not train(model, samples.draw, curriculum, optimisation, steps, seed, out, console, everything, writing):
         return None
     save_pretrained(model, tokenizer, out / "model")
     reached = curriculum.stages[curriculum.stage]

@@ -135,7 +135,9 @@ def train(
     asked: Annotated[int, typer.Option(help="Ask each question of a story up to so many times on the way, too.", min=0)] = 0,
     lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-8)] = 2e-3,
     everything: Annotated[float, typer.Option(help="Weight of predicting all tokens, beside the answers.", min=0)] = 0.5,
-    quiet: Annotated[float, typer.Option(help="Weight of the mean strength of writes: teaches not to write.", min=0)] = 0.0,
+    writing: Annotated[
+        float, typer.Option(help="With --asked: weight of writing facts to memory and nothing else.", min=0)
+    ] = 0.0,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
@@ -165,7 +167,7 @@ def train(
     books = Books.open(text, text_split)
     outcome = run(
         start, spelling, facts, books, names, list(sizes.values()), steps=steps, lanes=lanes, lr=lr, everything=everything,
-        seed=seed, out=out, device=target, console=stderr, asked=asked, tokens=tokens, quiet=quiet,
+        seed=seed, out=out, device=target, console=stderr, asked=asked, tokens=tokens, writing=writing,
     )  # fmt: skip
     if outcome is None:
         _ended()
