@@ -52,7 +52,7 @@ STAGES = {"qa1": "0k,250,1k,2k,4k", "qa2": "0k,250,1k,2k,4k", "qa3": "0k,1k,2k,4
 STEPS = {"qa1": 700, "qa2": 1200, "qa3": 800}
 LANES, TOKENS, ASKED, WRITING, LR, WARMUP = 24, 8_000, 3, 0.3, 4e-3, 50
 VOCABULARY, BOOKS_FOR_IT = 2048, 8 << 20
-RMT_SEGMENT, RMT_MEMORY = 128, 16
+RMT_SEGMENT, RMT_MEMORY = 512, 16
 console = Console()
 
 
