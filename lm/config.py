@@ -80,9 +80,6 @@ class DeltaConfig(Schema):
     """Width of the causal convolution over a segment's keys (1: none), so that neighbours can be bound."""
     top_k: int | None = Field(None, ge=1)
     """Competition among a segment's writes: only the strongest are kept in each fragment (null: all)."""
-    keys: Literal["before", "around"] = "before"
-    """What a token's key starts as, learned from there. before: the key of the token before it. around: the sum of those of all
-    earlier tokens that the convolution reaches, so that "who" finds "where" within a sentence."""
     gates: Literal["soft", "hard"] = "soft"
     """What decides how strongly a token is written and how much of a fragment stays over a segment. soft: a sigmoid, never quite
     none or all, so that enough text wears away anything. hard: a sigmoid stretched and cut, which reaches 0 and 1."""

@@ -154,7 +154,7 @@ def _step(
     if hints is not None and bool(hints.any()):
         total = total + model.head.loss(hidden[hints], targets[hints]) / int(hints.sum())
     if writing and seen and facts is not None and asks is not None:
-        total = total + writing * torch.stack([_taught(memory, facts, asks) for memory in seen]).mean()
+        total = total + writing * torch.stack([taught(memory, facts, asks) for memory in seen]).mean()
     if everything:
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         total = total + everything * model.head.loss(hidden[real], targets[real]) / int(lengths.sum())
@@ -200,7 +200,7 @@ def _watching_memory(model: PMI) -> Iterator[list[Seen]]:
         found.append(Seen(wishes + bias, *(x.unflatten(-1, (len(bias), -1)) for x in (keys, queries))))
 
 
-def _taught(memory: Seen, facts: Tensor, asks: Tensor) -> Tensor:
+def taught(memory: Seen, facts: Tensor, asks: Tensor) -> Tensor:
     """How far a memory is from writing the facts and nothing else, and from looking them up under their names."""
     worth = (facts >= 0)[..., None].expand_as(memory.wishes).float()
     wrong = F.binary_cross_entropy_with_logits(memory.wishes, worth, reduction="sum") / worth.sum().clamp_min(1)

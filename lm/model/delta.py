@@ -131,7 +131,7 @@ class DeltaWrite(nn.Module):
         self.time_scale = nn.Parameter(torch.linspace(0.5, 2.0, fragments))
         if convolution > 1:  # keys start as those of the token before: "this followed that" is what is most worth keeping
             taps = torch.randn(convolution, fragments * config.key_width) * 0.02
-            taps[1 : 2 if config.keys == "before" else None] += 1.0
+            taps[1] += 1.0
             self.taps: Tensor | None = nn.Parameter(taps)
         else:
             self.taps = None

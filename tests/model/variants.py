@@ -43,7 +43,6 @@ VALUES: dict[str, list[str]] = {
     "memory.delta.value_width": ["32", "5"],
     "memory.delta.convolution": ["3", "1"],
     "memory.delta.top_k": ["null", "2"],
-    "memory.delta.keys": ["before", "around"],
     "memory.delta.gates": ["soft", "hard"],
     "window": ["8", "0", "5", "16", "20"],
     "segment": ["8", "6"],
