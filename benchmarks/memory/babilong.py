@@ -3,6 +3,8 @@
     python -m benchmarks.memory.babilong --facts babi.tar.xz --text data/pg19 --runs runs/memory/babilong
     python -m benchmarks.memory.babilong --report       # the table of what is done so far
 
+(--tokenizer data/babilong-2k takes the pieces of data prepared before; docs/memory.md says which were measured.)
+
 One process, one core. What is done stays done: the same command goes on where it was ended. Contenders see the same samples in
 the same order (the curriculum's stages are those that `on` reached) and have the same number of parameters, within one unit of
 their feed-forward networks:
@@ -41,7 +43,7 @@ from lm.evaluation.babilong_eval import Evaluation, spoken
 from lm.evaluation.babilong_tasks import Sample, Tasks
 from lm.evaluation.babilong_train import TrainingSamples
 from lm.evaluation.tasks_report import wilson
-from lm.evaluation.tasks_training import Curriculum, train
+from lm.evaluation.tasks_training import STATE, Curriculum, train
 from lm.model import PMI
 from lm.model.pretrained import from_pretrained, save_pretrained
 
@@ -145,6 +147,8 @@ class Bench:
             optimisation = OptimiserConfig(lr=LR, warmup=WARMUP)
             same = Followed(lengths, reached=[lengths[0], *(row["reached"] for row in rows)])
             out.mkdir(parents=True, exist_ok=True)
+            if (out / STATE).is_file():
+                same.step = torch.load(out / STATE, weights_only=True)["step"]
             # RMT has what training asks of a model
             if not train(model, samples.draw, same, optimisation, len(rows), self.seed, out, console):  # type: ignore[arg-type]
                 raise KeyboardInterrupt
