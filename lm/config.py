@@ -80,6 +80,9 @@ class DeltaConfig(Schema):
     """Width of the causal convolution over a segment's keys (1: none), so that neighbours can be bound."""
     top_k: int | None = Field(None, ge=1)
     """Competition among a segment's writes: only the strongest are kept in each fragment (null: all)."""
+    gates: Literal["soft", "hard"] = "soft"
+    """What decides how strongly a token is written and how much of a fragment stays over a segment. soft: a sigmoid, never quite
+    none or all, so that enough text wears away anything. hard: a sigmoid stretched and cut, which reaches 0 and 1."""
 
 
 class MemoryConfig(Schema):

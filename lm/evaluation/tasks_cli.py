@@ -122,19 +122,29 @@ def train(
     text_split: Annotated[str, typer.Option(help="Of the books: train, validation, test or dev.")] = "train",
     lengths: Annotated[str, typer.Option(help="The curriculum: each length follows when the one before is mastered.")] = "0k,1k",
     checkpoint: Annotated[Path | None, typer.Option(help="Start from this model.")] = None,
-    model: Annotated[str, typer.Option(help="Without --checkpoint: a preset of a byte model, or a file's path.")] = "tiny",
+    model: Annotated[str, typer.Option(help="Without --checkpoint: a preset, or a file's path.")] = "tiny",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Without --checkpoint: a folder that has a tokenizer. Default: bytes.")
+    ] = None,
     set_: Set = [],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Most steps.", min=1)] = 2_000,
     lanes: Lanes = 16,
+    tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of context in a step: fewer samples, where they are longer.", min=1)
+    ] = None,
+    asked: Annotated[int, typer.Option(help="Ask each question of a story up to so many times on the way, too.", min=0)] = 0,
     lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-8)] = 2e-3,
     everything: Annotated[float, typer.Option(help="Weight of predicting all tokens, beside the answers.", min=0)] = 0.5,
+    writing: Annotated[
+        float, typer.Option(help="With --asked: weight of writing facts to memory and nothing else.", min=0)
+    ] = 0.0,
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
     """Train on fresh samples of the train split, at growing lengths."""
     from lm.config import ModelConfig, load_model_config
     from lm.data.prepared import SPLITS
-    from lm.data.tokenizer import ByteTokenizer, Tokenizer
+    from lm.data.tokenizer import ByteTokenizer, load_tokenizer
     from lm.evaluation.babilong import Books
     from lm.evaluation.babilong_train import run
     from lm.model.pretrained import Checkpoint, from_pretrained, resolve_device
@@ -148,13 +158,16 @@ def train(
         problems.extend(f"{path}: there is no such file or folder" for path in (facts, text) if not path.exists())
         with noting(problems):
             start: Checkpoint | ModelConfig = from_pretrained(checkpoint) if checkpoint else load_model_config(model, set_)
-            tokenizer: Tokenizer = start.tokenizer if isinstance(start, Checkpoint) else ByteTokenizer()
-            if isinstance(start, ModelConfig) and start.vocab_size != tokenizer.vocab_size:
-                problems.append(f"--model {model}: has {start.vocab_size} ids, bytes {tokenizer.vocab_size}; use --checkpoint")
+            spelling = load_tokenizer(tokenizer) if tokenizer else ByteTokenizer()
+            if isinstance(start, Checkpoint):
+                spelling = start.tokenizer
+            elif start.vocab_size != spelling.vocab_size:
+                given = f"{tokenizer or 'bytes'} {spelling.vocab_size}"
+                problems.append(f"--model {model}: has {start.vocab_size} ids, {given}; choose a --tokenizer, or --checkpoint")
     books = Books.open(text, text_split)
     outcome = run(
-        start, tokenizer, facts, books, names, list(sizes.values()), steps=steps, lanes=lanes, lr=lr, everything=everything,
-        seed=seed, out=out, device=target, console=stderr,
+        start, spelling, facts, books, names, list(sizes.values()), steps=steps, lanes=lanes, lr=lr, everything=everything,
+        seed=seed, out=out, device=target, console=stderr, asked=asked, tokens=tokens, writing=writing,
     )  # fmt: skip
     if outcome is None:
         _ended()

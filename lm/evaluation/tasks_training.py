@@ -7,13 +7,15 @@ the curriculum when it answers well enough, and ends when it has mastered the la
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
@@ -26,6 +28,8 @@ from lm.training.loop import Batch, learning_rate, optimiser_for
 from lm.training.signals import StopRequest
 
 STATE, METRICS, REQUEST = "training.pt", "training.jsonl", "request.json"
+SHARPNESS = 8.0
+"""Of the choice among facts by the likeness of query and key, where looking up is taught."""
 SAVE_EVERY = 60.0
 """Seconds between saves."""
 
@@ -35,6 +39,9 @@ class TaskBatch(Batch):
     """Whole samples, one a lane, each a document of its own; the mask is on the answers. Padding stands behind a sample's end."""
 
     lengths: Tensor  # [b] predictions of each lane
+    hints: Tensor | None = None  # [b, t] bool: what is learned beside the answers, and not counted among them
+    facts: Tensor | None = None  # [b, t] under which name a token is worth being written to memory; -1: it is not
+    asks: Tensor | None = None  # [b, t] which of those names a token should look up; -1: it does not matter
 
 
 @dataclass
@@ -95,10 +102,12 @@ def train(
     out: Path,
     console: Console,
     everything: float = 0.0,
+    writing: float = 0.0,
 ) -> bool:
     """Train until the curriculum is mastered, or for `steps` steps; false where a signal ended it before (it is saved).
 
-    `draw(stage, rng)` gives a step's samples. `everything` is the weight of predicting every token beside the answers.
+    `draw(stage, rng)` gives a step's samples. `everything` is the weight of predicting every token beside the answers, `writing`
+    that of writing to memory what is known to be worth it, and nothing else, and of looking it up under its name.
     """
     optimiser = optimiser_for(model, optimisation)
     done, finished = _restore(model, optimiser, curriculum, out)
@@ -112,10 +121,10 @@ def train(
                 batch = draw(stage, rng)
                 for group in optimiser.param_groups:
                     group["lr"] = learning_rate(optimisation, done, steps)
-                loss, right = _step(model, batch, optimiser, optimisation.clip, everything)
+                loss, right, strength = _step(model, batch, optimiser, optimisation.clip, everything, writing)
                 done, finished = done + 1, curriculum.note(right)
                 reached = curriculum.stages[curriculum.stage]
-                row = {"step": done, "stage": stage, "reached": reached, "loss": loss, "accuracy": right}
+                row = {"step": done, "stage": stage, "reached": reached, "loss": loss, "accuracy": right, "strength": strength}
                 metrics.write(json.dumps(row) + "\n")
                 advance(1, f"loss {loss:.3f}  accuracy {curriculum.accuracy:.3f} at {reached}")
                 if time.monotonic() - saved > SAVE_EVERY:
@@ -129,15 +138,26 @@ def train(
     return not stop.signal
 
 
-def _step(model: PMI, batch: TaskBatch, optimiser: torch.optim.Optimizer, clip: float, everything: float) -> tuple[float, float]:
-    tokens, targets, mask, starts, lengths = (getattr(batch, part.name).to(model.device) for part in fields(batch))
-    hidden, _ = model(tokens, model.initial_state(tokens.shape[0]), starts=starts)
+def _step(
+    model: PMI, batch: TaskBatch, optimiser: torch.optim.Optimizer, clip: float, everything: float, writing: float
+) -> tuple[float, float, float]:
+    """One optimiser step; the loss of the answers, the share of them that is right, and the mean strength of writes."""
+    given: dict[str, Any] = {part.name: getattr(batch, part.name) for part in fields(batch)}
+    given |= {name: part.to(model.device) for name, part in given.items() if part is not None}
+    tokens, targets, mask, starts = given["tokens"], given["targets"], given["mask"], given["starts"]
+    lengths, hints, facts, asks = given["lengths"], given["hints"], given["facts"], given["asks"]
+    with _watching_memory(model) as seen:
+        hidden, _ = model(tokens, model.initial_state(tokens.shape[0]), starts=starts)
     asked, answers = hidden[mask], targets[mask]
     loss: Tensor = model.head.loss(asked, answers) / len(answers)
     total = loss
+    if hints is not None and bool(hints.any()):
+        total = total + model.head.loss(hidden[hints], targets[hints]) / int(hints.sum())
+    if writing and seen and facts is not None and asks is not None:
+        total = total + writing * torch.stack([taught(memory, facts, asks) for memory in seen]).mean()
     if everything:
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        total = loss + everything * model.head.loss(hidden[real], targets[real]) / int(lengths.sum())
+        total = total + everything * model.head.loss(hidden[real], targets[real]) / int(lengths.sum())
     optimiser.zero_grad(set_to_none=True)
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -146,7 +166,55 @@ def _step(model: PMI, batch: TaskBatch, optimiser: torch.optim.Optimizer, clip: 
     optimiser.step()
     with torch.no_grad():
         right = (model.head.logits(asked).argmax(-1) == answers).float().mean()
-    return float(loss.detach()), float(right)
+        strength = float(torch.stack([memory.wishes.sigmoid().mean() for memory in seen]).mean()) if seen else 0.0
+    return float(loss.detach()), float(right), strength
+
+
+class Seen(NamedTuple):
+    """What one memory's write and read made of a step's tokens [b, t, ...]."""
+
+    wishes: Tensor  # [b, t, c] how strongly each is to be written, before the gate
+    keys: Tensor  # [b, t, c, k]
+    queries: Tensor  # [b, t, c, k]
+
+
+@contextmanager
+def _watching_memory(model: PMI) -> Iterator[list[Seen]]:
+    """What the memories of tokens made of all tokens while the model ran: known when it has."""
+    found: list[Seen] = []
+    memories = [memory for memory in getattr(model, "memories", ()) if hasattr(memory, "delta_tokens")]
+    taken: list[tuple[list[Tensor], ...]] = [([], [], []) for _ in memories]
+    handles = [
+        part.register_forward_hook(lambda _, __, x, own=own: own.append(x.flatten(1, 2)))
+        for memory, parts in zip(memories, taken, strict=True)
+        for part, own in zip((memory.delta_tokens.strength, memory.delta_tokens.key, memory.read.delta.query), parts, strict=True)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    for memory, parts in zip(memories, taken, strict=True):
+        wishes, keys, queries = (torch.cat(part, 1) for part in parts)  # a long call runs in several passes
+        bias = memory.delta_tokens.strength_bias
+        found.append(Seen(wishes + bias, *(x.unflatten(-1, (len(bias), -1)) for x in (keys, queries))))
+
+
+def taught(memory: Seen, facts: Tensor, asks: Tensor) -> Tensor:
+    """How far a memory is from writing the facts and nothing else, and from looking them up under their names."""
+    worth = (facts >= 0)[..., None].expand_as(memory.wishes).float()
+    wrong = F.binary_cross_entropy_with_logits(memory.wishes, worth, reduction="sum") / worth.sum().clamp_min(1)
+    astray = []
+    for lane in range(len(facts)):
+        named, asking = facts[lane] >= 0, asks[lane] >= 0
+        same = asks[lane, asking, None] == facts[lane, named]  # [asking, named]
+        near = F.normalize(memory.queries[lane, asking], dim=-1).transpose(0, 1)
+        near = SHARPNESS * near @ F.normalize(memory.keys[lane, named], dim=-1).permute(1, 2, 0)  # [c, asking, named]
+        told = same.any(1)
+        if bool(told.any()):
+            right = near[:, told].masked_fill(~same[told], -torch.inf).logsumexp(-1)
+            astray.append((near[:, told].logsumexp(-1) - right).mean())
+    return wrong + torch.stack(astray).mean() if astray else wrong
 
 
 def _save(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, done: int, finished: bool, out: Path) -> None:

@@ -22,6 +22,10 @@ ANSWER_FLOOR = 1e-3
 """Added to an answer's mean square before it is normalised: an empty memory's answers stay small instead of being blown up."""
 
 
+STRETCH = 0.1
+"""How far a hard gate's sigmoid reaches beyond 0 and 1 before it is cut."""
+
+
 class Unit(torch.autograd.Function):
     """Vectors of length one (or zero). Its gradient from what is saved anyway: a third of the passes over memory."""
 
@@ -107,16 +111,22 @@ def advance(memory: Tensor, transition: Transition) -> Tensor:
     return memory * (MAX_NORM / rms).clamp(max=1)
 
 
+def gate(x: Tensor, kind: str) -> Tensor:
+    """A share in 0..1 of `x`: `soft` never reaches the ends, `hard` does, and has no gradient there."""
+    return x.sigmoid() if kind == "soft" else (x.sigmoid() * (1 + 2 * STRETCH) - STRETCH).clamp(0, 1)
+
+
 class DeltaWrite(nn.Module):
     """Keys, values and write strengths from rows of features, as one map per segment."""
 
     def __init__(self, width: int, fragments: int, config: DeltaConfig, convolution: int) -> None:
         super().__init__()
-        self.top_k = config.top_k
+        self.top_k, self.gates = config.top_k, config.gates
         self.key = nn.Linear(width, fragments * config.key_width, bias=False)
         self.value = nn.Linear(width, fragments * config.value_width, bias=False)
         self.strength = nn.Linear(width, fragments, bias=False)
-        self.strength_bias = nn.Parameter(torch.linspace(-1.0, -4.0, fragments))
+        # a hard gate starts open for all fragments: where it is shut for every token, none could open it again
+        self.strength_bias = nn.Parameter(torch.linspace(-1.0, -4.0 if config.gates == "soft" else -1.0, fragments))
         # fragments start with different time scales, from ten segments to thousands
         self.time_scale = nn.Parameter(torch.linspace(0.5, 2.0, fragments))
         if convolution > 1:  # keys start as those of the token before: "this followed that" is what is most worth keeping
@@ -129,7 +139,7 @@ class DeltaWrite(nn.Module):
     @property
     def retention(self) -> Tensor:
         """What each fragment keeps of itself over a segment [c]."""
-        return (4 * self.time_scale).sigmoid()  # near 1 the slope is flat; the factor gives the weight a gradient worth having
+        return gate(4 * self.time_scale, self.gates)  # near 1 the slope is flat; the factor gives a gradient worth having
 
     def forward(self, h: Tensor) -> Transition:
         """The maps of the segments `h [b, s, r, d]`."""
@@ -144,11 +154,15 @@ class DeltaWrite(nn.Module):
 
     def strengths(self, h: Tensor) -> Tensor:
         """How strongly each row is written to each fragment [b, s, c, r, 1]."""
-        strength = (self.strength(h) + self.strength_bias).sigmoid().mT[..., None]
+        strength = self.opened(self.strength(h)).mT[..., None]
         if self.top_k is not None and self.top_k < strength.shape[-2]:
             winners, places = strength.topk(self.top_k, -2)
             strength = torch.zeros_like(strength).scatter(-2, places, winners)
         return strength
+
+    def opened(self, wish: Tensor) -> Tensor:
+        """Write strengths, before any competition, of what `strength` makes of the features."""
+        return gate(wish + self.strength_bias, self.gates)
 
 
 class ScaledLinear(nn.Linear):

@@ -25,6 +25,7 @@ from lm.evaluation.babilong_eval import Evaluation, generate, read_streams, spok
 from lm.evaluation.babilong_tasks import Tasks
 from lm.evaluation.babilong_train import TrainingSamples
 from lm.evaluation.tasks_report import wilson
+from lm.evaluation.tasks_training import Seen, taught
 from lm.model import PMI
 from lm.model.pretrained import from_pretrained, save_pretrained
 from lm.model.proofs import draw_zeros
@@ -326,6 +327,79 @@ def test_training_batches_ask_for_the_answer_and_nothing_else(facts: Path, books
         assert int(batch.mask[lane].nonzero()[-1]) == int(batch.lengths[lane]) - 1
     again = samples.draw(700, np.random.default_rng(3))
     assert torch.equal(batch.tokens, again.tokens)
+
+
+def test_questions_asked_on_the_way_have_the_answer_of_their_place_and_do_not_tell_it(facts: Path, books: Books) -> None:
+    questions = read_questions(facts, ["qa1"], "train")
+    samples = TrainingSamples(questions, books, ByteTokenizer(), lanes=8, segment=32, asked=2)
+    batch = samples.draw(1_500, np.random.default_rng(0))
+    on_the_way = 0
+    for lane in range(8):
+        ids = batch.tokens[lane, : batch.lengths[lane]].tolist()
+        wanted = batch.mask[lane].nonzero().squeeze(1).tolist()
+        for place in (place for place in wanted if bytes(ids[place : place + 1]) == b"\n"):
+            told = bytes(ids[1 : place + 1]).decode().splitlines()
+            name = told[-1].removeprefix("Where is ").rstrip("?")
+            latest = [line for line in told if line.startswith(f"{name} went to the ")][-1]
+            answer = latest.split()[-1].rstrip(".")
+            assert int(batch.targets[lane, place]) == ord(answer[0])
+            goes_on = bytes(ids[place + 1 : place + 1 + len(answer)]).decode()
+            on_the_way += goes_on != answer
+        assert batch.hints is not None
+        assert not (batch.hints & batch.mask).any()
+        other = batch.targets[lane, :-1] != batch.tokens[lane, 1:]
+        assert not (other & ~(batch.mask | batch.hints)[lane, :-1])[: int(batch.lengths[lane]) - 1].any()
+        for place in batch.hints[lane].nonzero().squeeze(1).tolist():
+            line, rest = (bytes(part).decode() for part in (ids[1 : place + 1], ids[place + 1 :]))
+            line = (line + rest.split("\n")[0]).splitlines()[-1]
+            if not line.startswith("Where is"):  # a fact's last word is to bring back its first
+                assert int(batch.targets[lane, place]) == ord(line[0])
+    assert on_the_way > 8
+    assert samples.stories[0][1][0] == samples.stories[0][0][0], "the second question stands behind the first of its story"
+
+
+def test_a_step_holds_about_so_many_tokens_of_context(facts: Path, books: Books) -> None:
+    questions = read_questions(facts, ["qa1"], "train")
+    samples = TrainingSamples(questions, books, ByteTokenizer(), lanes=8, segment=32, tokens=4_000)
+    lanes = [len(samples.draw(length, np.random.default_rng(0)).lengths) for length in (0, 400, 1_000, 9_000)]
+    assert lanes == [8, 8, 4, 1]
+
+
+def test_what_is_to_be_written_is_the_last_word_of_each_fact(facts: Path, books: Books) -> None:
+    samples = TrainingSamples(read_questions(facts, ["qa1"], "train"), books, ByteTokenizer(), lanes=4, segment=32, asked=1)
+    batch = samples.draw(600, np.random.default_rng(0))
+    assert batch.facts is not None
+    for lane in range(4):
+        text = bytes(batch.tokens[lane, 1 : batch.lengths[lane]].tolist())
+        places = (batch.facts[lane] >= 0).nonzero().squeeze(1).tolist()
+        assert len(places) == text.count(b" went to the ")
+        assert all(text[place - 1 :].split(b".")[0].decode().strip() in PLACES for place in places)
+
+
+def test_a_memory_is_taught_to_write_facts_and_to_look_them_up_under_their_names() -> None:
+    facts, asks = torch.tensor([[-1, 3, -1, 5, -1, -1]]), torch.tensor([[-1, -1, -1, -1, 5, 9]])  # 9 is told of nowhere
+    wishes = torch.where(facts >= 0, 20.0, -20.0)[..., None]
+    keys = torch.eye(6)[None, :, None]
+    queries = keys.clone()
+    queries[0, 4, 0] = keys[0, 3, 0]
+    right = taught(Seen(wishes, keys, queries), facts, asks)
+    queries[0, 4, 0] = keys[0, 1, 0]
+    astray = taught(Seen(wishes, keys, queries), facts, asks)
+    wishes[0, 0] = 20.0
+    assert 0 <= right < 0.01 < astray < taught(Seen(wishes, keys, queries), facts, asks)
+
+
+def test_training_teaches_to_write_facts_and_nothing_else(facts: Path, text: Path, tmp_path: Path) -> None:
+    small = ["layers=1", "width=16", "heads=2", "feedforward=16", "memory.layers=[0]", "memory.heads=2"]
+    command = ["babilong", "train", "--facts", facts, "--text", text, "--lengths", "0k", "--steps", 25, "--lanes", 4]
+    options = [*(part for setting in small for part in ("--set", setting)), "--everything", 0, "--lr", 1e-2, "--asked", 1]
+    strengths = []
+    for writing in (0, 10):
+        out = tmp_path / str(writing)
+        assert run(app, [str(part) for part in [*command, *options, "--writing", writing, "--out", out]]) == 0
+        rows = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+        strengths.append(rows[-1]["strength"] / rows[0]["strength"])
+    assert strengths[1] < 0.8 * strengths[0]  # most of a text in bytes is no fact's last word
 
 
 def test_training_leaves_a_model_that_can_be_evaluated(facts: Path, text: Path, tmp_path: Path) -> None:

@@ -196,3 +196,23 @@ def test_a_row_that_is_not_written_gives_and_takes_no_gradient() -> None:
         assert x.grad[0, 0, [0, 2, 4]].abs().min() > 0
     assert strength.grad is not None
     assert bool(strength.grad.isfinite().all())
+
+
+def test_a_shut_hard_gate_writes_nothing_and_an_open_one_keeps_all() -> None:
+    model = build(["memory.delta.gates=hard"])
+    write = model.memories[0].delta_tokens
+    memory = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        write.strength_bias.fill_(-50.0)
+        write.time_scale.fill_(50.0)
+        after = memory
+        for transition in write(torch.randn(1, 500, 8, 32)).unbind():
+            after = advance(after, transition)
+        assert torch.equal(after, memory), "after any length of text"
+        write.strength_bias.fill_(0.0)
+        assert 0 < float(write.strengths(torch.randn(1, 1, 8, 32)).mean()) < 1
+        write.gates = "soft"
+        write.strength_bias.fill_(-7.0)
+        for transition in write(torch.randn(1, 500, 8, 32)).unbind():
+            after = advance(after, transition)
+        assert (after - memory).norm() > 0.05 * memory.norm(), "a sigmoid is worn away"

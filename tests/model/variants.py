@@ -43,6 +43,7 @@ VALUES: dict[str, list[str]] = {
     "memory.delta.value_width": ["32", "5"],
     "memory.delta.convolution": ["3", "1"],
     "memory.delta.top_k": ["null", "2"],
+    "memory.delta.gates": ["soft", "hard"],
     "window": ["8", "0", "5", "16", "20"],
     "segment": ["8", "6"],
     "heads": ["2", "1"],
