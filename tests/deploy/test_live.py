@@ -16,6 +16,7 @@ import yaml
 
 from lm.machine import free_port
 from lm.model.pretrained import save_pretrained
+from serving.auth import Keys
 from tests.serving.api.cluster import Cluster
 from tests.serving.engine.conftest import checkpoint
 
@@ -31,7 +32,7 @@ TROUBLE = {
 
 
 class Observed:
-    """`pmi serve` with sessions in Redis, Redis' exporter, and Prometheus with our configuration."""
+    """`pmi serve` as deploy/serve/serve.yaml has it, with sessions in Redis; its exporter; Prometheus with our configuration."""
 
     def __init__(self, folder: Path) -> None:
         self.redis, self.exporter, self.port = free_port(), free_port(), free_port()
@@ -53,6 +54,10 @@ class Observed:
         found = checkpoint()
         save_pretrained(found.model, found.tokenizer, folder / "tiny")
         self.service = Cluster(folder, folder / "tiny", free_port(), "--store", f"redis://127.0.0.1:{self.redis}/0")
+        self.key = Keys(folder / "keys.json").create("ada")
+        as_deployed = yaml.safe_load((DEPLOY / "serve/serve.yaml").read_text())
+        here = {"models": [{"checkpoint": str(folder / "tiny")}], "keys": str(folder / "keys.json")}
+        (folder / "serve.yaml").write_text(yaml.safe_dump(as_deployed | here))
         self.service.start()
         configuration = (OBSERVE / "prometheus.yml").read_text()
         ports = {"pmi:8080": self.service.metrics_port, "redis-exporter:9121": self.exporter, "127.0.0.1:9090": self.port}
@@ -71,7 +76,8 @@ class Observed:
 
     def work(self) -> None:
         """What a service does on an ordinary day: turns of sessions, some streamed, one retried, and a client's mistake."""
-        with self.service.http() as http:
+        assert self.service.http().get("/v1/models").status_code == 401
+        with self.service.http(headers={"Authorization": f"Bearer {self.key}"}) as http:
             sessions = [http.post("/v1/sessions", json={}).raise_for_status().json()["id"] for _ in range(3)]
             for turn in range(3):
                 for number, session in enumerate(sessions):
