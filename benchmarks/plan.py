@@ -3,10 +3,10 @@
     python -m benchmarks.plan --preset tiny --seconds 30                              an engine in this process
     python -m benchmarks.plan --preset tiny --seconds 30 --service --checkpoint DIR   `pmi serve`, through HTTP
 
-Figures are measured before and after the runs and averaged, for the machine may drift. Each load is a share (`--share`) of the
-capacity that they give. Real requests resume sessions with tails of all lengths, as the simulated ones do. Reported: p50 and
-p95 of the time to the first token, p50 of the time between tokens, and tokens per second, each as simulated over measured, with
-the standard error of what was measured (from resampling); the target is within 20 %.
+Figures are measured before and after the runs and averaged, for the machine may drift; by how much they differ is printed too.
+Each load is a share (`--share`) of the capacity that they give. Real requests resume sessions with tails of all lengths, as the
+simulated ones do. Reported: p50 and p95 of the time to the first token, p50 of the time between tokens, and tokens per second,
+each as simulated over measured, with the standard error of what was measured (from resampling); the target is within 20 %.
 """
 
 import argparse
@@ -295,6 +295,14 @@ def mean(figures: list[Figures]) -> Figures:
     return first.model_copy(update={**on_average, **together})
 
 
+def drift(before: Figures, after: Figures) -> dict[str, float]:
+    """After over before, of what decides most: far from 1, something else used the machine, and the runs tell little."""
+    opened = [[(x, 1) for times in figures.open.values() for x in times] for figures in (before, after)]
+    ratios = {name: quantile(opened[1], share) / quantile(opened[0], share) for name, share in (("p50", 0.5), ("p95", 0.95))}
+    steps = statistics.mean(after.step[lanes] / before.step[lanes] for lanes in before.step)
+    return {"steps": steps} | {f"opening {name}": ratio for name, ratio in ratios.items()}
+
+
 def error(values: list[tuple[float, int]], share: float) -> float:
     """Standard error of a measured percentile, from resampling, as a part of it."""
     rng = random.Random(0)
@@ -337,7 +345,7 @@ def main() -> None:
     if args.service and args.checkpoint is None:
         parser.error("--service needs --checkpoint")
     config = from_pretrained(args.checkpoint).model.config if args.checkpoint else load_model_config(args.preset, ["dropout=0"])
-    most, overhead = 0.0, 0.0
+    most, overhead, drifted = 0.0, 0.0, dict[str, float]()
     cluster = Cluster(args.replicas if args.service else 1, args.lanes, queue=256)
 
     def plan(figures: Figures) -> list[tuple[float, list[Arrival]]]:
@@ -356,7 +364,10 @@ def main() -> None:
         console.print(f"HTTP and Ray add {1000 * overhead:.0f} ms to a lone request (measured, and put into the simulation)")
     else:
         runs = in_process(args, figures, plan(figures))
-        figures = mean([figures, measure(args.preset, config, args.lanes, args.threads)])
+        again = measure(args.preset, config, args.lanes, args.threads)
+        drifted = drift(figures, again)
+        figures = mean([figures, again])
+        console.print(f"figures after over before: {', '.join(f'{name} {ratio:.2f}' for name, ratio in drifted.items())}")
     kind = "service" if args.service else "engine"
     cluster = replace(cluster, overhead=overhead)
     results = [compared(console, f"{args.preset}, {kind}", most, figures, cluster, run) for run in runs]
@@ -366,6 +377,7 @@ def main() -> None:
             "protocol": vars(args) | {"checkpoint": None},
             "figures": figures.model_dump(exclude={"open", "commit"}),
             "overhead": overhead,
+            "drift": drifted,
             "runs": results,
         },
     )

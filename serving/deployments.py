@@ -32,7 +32,7 @@ from serving.api.local import load_model, make_engine, open_configured_store
 from serving.api.service import Service
 from serving.api.turns import EngineLostError, Served, aside
 from serving.auth import Keys
-from serving.config import ChatTemplate, Limits, ModelEntry, ServeConfig, is_local
+from serving.config import ChatTemplate, HttpSettings, Limits, ModelEntry, ServeConfig, is_local
 from serving.engine import EngineStoppedError, Request
 from serving.limits import Buckets
 from serving.metrics import Metrics, RaySink
@@ -363,8 +363,9 @@ def application(config: ServeConfig) -> serve.Application:
         request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
         request_router_kwargs={"num_fallback_replicas": 1},
     )
-    # an engine knows nothing of the other models: it stays as it is when they change
-    alone = config.model_copy(update={"models": (), "keys": None, "chat": ChatTemplate()}).model_dump(mode="json")
+    # an engine knows nothing of the other models, nor of who may ask from where: it stays as it is when these change
+    http = config.http.model_copy(update={"host": HttpSettings().host})
+    alone = config.model_copy(update={"models": (), "keys": None, "chat": ChatTemplate(), "http": http}).model_dump(mode="json")
     engines = {
         model.called: serve.deployment(EngineReplica)
         .options(

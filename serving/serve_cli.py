@@ -55,7 +55,7 @@ def serve(
     that runs already use `serve run serving.app:build` or `serve deploy` (docs/serving.md). With SIGHUP it reads --config again
     and changes over without interruption.
     """
-    from lm.model.pretrained import CONFIG, WEIGHTS, resolve_device
+    from lm.model.pretrained import check_folder, resolve_device
     from serving.config import ServeConfig, load_serve_config
 
     changes: dict[str, Any] = {}
@@ -82,9 +82,8 @@ def serve(
         if not any(model.use == "all" for model in serving) and not problems:
             problems.append("--checkpoint: is required, or `models` in --config; `pmi demo` makes a model to try")
         for model in serving:
-            for name in (CONFIG, WEIGHTS):
-                if not (model.checkpoint / name).is_file():
-                    problems.append(f"--checkpoint {model.checkpoint}: no {name} there; a model folder is what `pmi demo` writes")
+            with noting(problems):
+                check_folder(model.checkpoint)
         if loaded.keys is not None and not loaded.keys.is_file():
             problems.append(
                 f"--keys {loaded.keys}: no such file; make it with `pmi keys create --tenant NAME --keys {loaded.keys}`"

@@ -7,6 +7,7 @@ checkpoint.model, checkpoint.tokenizer, checkpoint.fingerprint
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def save_pretrained(model: PMI, tokenizer: Tokenizer, folder: Path) -> None:
     save_file(
         {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, part, metadata={"format": str(FORMAT)}
     )
+    shutil.copymode(folder / CONFIG, part)  # safetensors lets the owner alone read; a service is another user
     with part.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(part, folder / WEIGHTS)
@@ -77,6 +79,8 @@ def check_folder(folder: Path) -> None:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: no {name} there; a model folder is what `pmi demo` or an export writes")
+        if not os.access(folder / name, os.R_OK):
+            raise UserError(f"{folder / name}: this process may not read it; try `chmod a+r {folder / name}`")
 
 
 def from_pretrained(folder: Path, device: torch.device | str = "cpu") -> Checkpoint:

@@ -18,24 +18,27 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 
 from lm.config import load_model_config
 from lm.data.tokenizer import ByteTokenizer
 from lm.machine import free_port
 from lm.model import PMI
 from lm.model.pretrained import save_pretrained
+from serving.auth import Keys
 
-from .schemas import DEPLOY, ROOT
+from .schemas import DEPLOY, ROOT, documents
 
 APP = """
+import json
 import sys
 import ray
 from ray import serve
 from serving.app import build
-address, port, checkpoint, store = sys.argv[1:]
+address, port, arguments = sys.argv[1:]
 ray.init(address=address, log_to_driver=False)
-serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
-serve.run(build({"checkpoint": checkpoint, "store": store, "scaling.replicas": 2}), name="pmi", route_prefix="/")
+serve.start(http_options={"host": "0.0.0.0", "port": int(port)})
+serve.run(build(json.loads(arguments)), name="pmi", route_prefix="/")
 """
 
 
@@ -54,7 +57,7 @@ def within(seconds: float, check: Callable[[], Any]) -> Any:
 
 
 class Cluster:
-    """`ray start --head` with its control store in Redis, and the service on it."""
+    """`ray start --head` with its control store in Redis, and on it the application of rayservice.yaml."""
 
     def __init__(self, folder: Path) -> None:
         self.temp = Path(tempfile.mkdtemp(prefix="pmi-gcs-"))  # short: Ray puts sockets there
@@ -76,10 +79,16 @@ class Cluster:
         more += [f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"]
         subprocess.run([*ray, *more, "--disable-usage-stats"], env=self.environment, check=True, capture_output=True, timeout=120)
         store = f"redis://127.0.0.1:{self.redis_port}/1"
-        arguments = [f"127.0.0.1:{self.gcs_port}", str(self.http), str(folder / "model"), store]
+        self.key = Keys(folder / "keys.json").create("ada")
+        (manifest, *_) = documents("serve/rayservice.yaml")
+        (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+        own = {"models": [{"checkpoint": str(folder / "model")}], "keys": str(folder / "keys.json"), "store": store}
+        scaling = application["args"]["scaling"] | {"max_replicas": 2, "engine_cpus": 0.1}  # this machine is smaller
+        arguments = json.dumps(application["args"] | own | {"scaling": scaling})
         done = subprocess.run(
-            [sys.executable, "-c", APP, *arguments], env=self.environment, capture_output=True, text=True, check=False
-        )
+            [sys.executable, "-c", APP, f"127.0.0.1:{self.gcs_port}", str(self.http), arguments],
+            env=self.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
 
     def processes(self) -> list[psutil.Process]:
@@ -98,13 +107,14 @@ class Cluster:
         raylets = [p for p in self.processes() if p.info["cmdline"][0].endswith("raylet")]
         return [child for p in raylets for child in p.children() if child.cmdline()[0].startswith("ray::ServeReplica:pmi:")]
 
-    def ask(self, session: str | None = "ada") -> dict[str, Any]:
-        body: dict[str, Any] = {"prompt": "The whale", "max_tokens": 8} | ({"session_id": session} if session else {})
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.http}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.http}/v1/{path}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return dict(json.loads(answer.read()))
+
+    def ask(self) -> dict[str, Any]:
+        return self.post("completions", prompt="The whale", max_tokens=8, session_id="ada")
 
     def close(self) -> None:
         ours = self.processes()
@@ -130,11 +140,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.mark.full
 @pytest.mark.needs("redis-server")
 def test_the_service_outlives_its_control_store_and_is_mended_by_the_next_one(cluster: Cluster) -> None:
-    create = urllib.request.Request(
-        f"http://127.0.0.1:{cluster.http}/v1/sessions", b'{"id": "ada"}', {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(create, timeout=30) as answer:
-        assert answer.status == 201
+    assert cluster.post("sessions", id="ada")["id"] == "ada"
     assert cluster.ask()["choices"]
     gcs = cluster.gcs()
     command, environment, folder = gcs.cmdline(), gcs.environ(), gcs.cwd()

@@ -83,6 +83,28 @@ def test_the_serve_application_is_what_ray_and_the_service_accept() -> None:
     assert float(template["containers"][0]["resources"]["requests"]["cpu"]) >= config.scaling.engine_cpus
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "key", "room"),
+    [
+        ("serve/rayservice.yaml", "RayService", "rayClusterConfig", {"headgroup": (0, 0), "engines": (2, 8)}),
+        ("train/rayjob-eval.yaml", "RayJob", "rayClusterSpec", {"headgroup": (0, 0), "readers": (1, 4)}),
+    ],
+)
+def test_rays_own_autoscaler_reads_the_clusters(name: str, kind: str, key: str, room: dict[str, tuple[int, int]]) -> None:
+    """The code that reads a RayCluster in its head pod: it wants to know what each group's pods have."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    spec = of_kind(name, kind)["spec"]
+    read = _derive_autoscaling_config_from_ray_cr({"metadata": {"name": "x", "namespace": "pmi"}, "spec": spec[key]})
+    groups = read["available_node_types"]
+    assert {group: (one["min_workers"], one["max_workers"]) for group, one in groups.items()} == room
+    assert all(one["resources"]["memory"] >= 4 * 2**30 for one in groups.values())
+    if kind == "RayService":
+        assert groups["headgroup"]["resources"]["CPU"] == 0, "no replica on the head"
+        config = load_serve_config(None, yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"])
+        assert groups["engines"]["resources"]["CPU"] > config.scaling.engine_cpus, "an engine and an ingress fit into a pod"
+
+
 def test_the_application_for_running_clusters_is_accepted_too() -> None:
     from ray.serve.schema import ServeDeploySchema
 

@@ -1,6 +1,7 @@
 """A model folder comes back exactly, and a damaged or foreign one is refused with every problem named."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,24 @@ def test_a_saved_model_comes_back_with_its_tokenizer_and_fingerprint(folder: Pat
         two.model.memories[0].read.alpha.add_(1e-3)
     save_pretrained(two.model, two.tokenizer, folder)
     assert from_pretrained(folder).fingerprint != one.fingerprint
+
+
+def test_whoever_may_read_the_description_may_read_the_weights(tmp_path: Path) -> None:
+    """A service is another user than the one who exported the model."""
+    before = os.umask(0o022)
+    try:
+        save_pretrained(PMI(load_model_config("tiny")), ByteTokenizer(), tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "model").iterdir()} == {
+        "config.json": "0o644", "model.safetensors": "0o644", "tokenizer.json": "0o644",
+    }  # fmt: skip
+
+
+def test_a_folder_that_another_user_may_not_read_is_called_that(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("safetensors"))  # root may read all
+    with pytest.raises(UserError, match="may not read it"):
+        from_pretrained(folder)
 
 
 def test_a_tied_table_is_stored_once(folder: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lm.commands import run
 from lm.training import checkpoint
 
 ROOT = Path(__file__).parents[2]
+TWO_NODES = str(ROOT / "deploy/train/two-nodes.sh")
 EXPERIMENT: dict[str, Any] = {
     "model": "tiny",
     "overrides": ["width=32", "feedforward=64", "heads=2", "layers=2", "segment=16", "window=16"],
@@ -60,6 +61,19 @@ def experiment(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     (folder / "zero3.json").write_text(json.dumps({"zero_optimization": ZERO3}))
     return folder / "experiment.yaml"
+
+
+@pytest.fixture(scope="module")
+def hostfile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two nodes in network namespaces, and their hostfile."""
+    path = tmp_path_factory.mktemp("nodes") / "hostfile"
+    subprocess.run([TWO_NODES, "down"], check=True)
+    made = subprocess.run([TWO_NODES, "up", str(path)], capture_output=True, text=True, check=False)
+    if made.returncode:
+        subprocess.run([TWO_NODES, "down"], check=True)
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"network namespaces cannot be made here: {made.stderr.strip()}")
+    yield path
+    subprocess.run([TWO_NODES, "down"], check=True)
 
 
 def job(experiment: Path, out: Path, *set_: str, stage: int | None = None, **faults: Any) -> dict[str, Any]:

@@ -10,25 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, losses
+from .conftest import TWO_NODES, losses
 from .test_commands import start, wait_for
 from .test_resume import train_command
 
-SCRIPT = str(ROOT / "deploy/train/two-nodes.sh")
 BOUND = 60
 """Seconds in which the surviving node must have ended."""
-
-
-@pytest.fixture(scope="module")
-def hostfile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("nodes") / "hostfile"
-    subprocess.run([SCRIPT, "down"], check=True)
-    made = subprocess.run([SCRIPT, "up", str(path)], capture_output=True, text=True, check=False)
-    if made.returncode:
-        subprocess.run([SCRIPT, "down"], check=True)
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"network namespaces cannot be made here: {made.stderr.strip()}")
-    yield path
-    subprocess.run([SCRIPT, "down"], check=True)
 
 
 @contextmanager
@@ -37,7 +24,8 @@ def nodes(hostfile: Path, port: int, arguments: list[str]) -> Iterator[list[subp
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh"]
     where = ["--master_addr", "10.77.0.1", "--master_port", str(port)]
     processes = [
-        start([SCRIPT, "run", str(n), *launcher, "--node_rank", str(n), *where, "--module", "lm", *arguments]) for n in range(2)
+        start([TWO_NODES, "run", str(n), *launcher, "--node_rank", str(n), *where, "--module", "lm", *arguments])
+        for n in range(2)
     ]
     try:
         yield processes

@@ -1,6 +1,7 @@
 """What the service does about Ray itself, without a cluster: errors of its transport, and settings that cannot change."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,3 +109,16 @@ def test_behind_haproxy_which_hides_who_asks_keys_are_needed_beyond_this_machine
     else:
         with pytest.raises(UserError, match="pmi keys create"):
             asyncio.run(deployments.check_reach(ServeConfig()))
+
+
+def test_engine_and_keeper_of_a_service_for_other_machines_start_without_its_keys(folder: Path) -> None:
+    """They listen nowhere: what is refused at the door must not be refused to them, who are given no keys."""
+    config = ServeConfig.model_validate(
+        {"http": {"host": "0.0.0.0", "coalesce": 0.5}, "keys": "keys.json", "models": [{"checkpoint": str(folder)}]}
+    )
+    _, engines, keeper = deployments.application(config)._bound_deployment.init_args
+    (engine,) = engines.values()
+    for part in (engine, keeper):
+        found = ServeConfig.model_validate(part._bound_deployment.init_args[0])
+        assert found.keys is None
+        assert found.http.coalesce == 0.5
