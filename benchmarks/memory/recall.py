@@ -19,7 +19,8 @@ from benchmarks.memory.text import command
 
 DISTANCES = "1,8,64"
 MEMORY = ["memory.layers=[1]", "memory.fragments=2", "memory.delta.key_width=64", "memory.delta.value_width=64"]
-"""The memory of configs/model/pg19-memory.yaml, in the last layer."""
+MEMORY += ["memory.delta.gates=hard"]
+"""The memory of configs/model/pg19-memory.yaml, in the last layer, with gates that can shut."""
 SETUPS: dict[str, list[str]] = {
     "8 pairs": ["--pairs", "8"],
     "8 pairs, window alone": ["--pairs", "8", "--memory", "off"],
