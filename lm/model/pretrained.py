@@ -44,7 +44,8 @@ class Checkpoint:
 
 def fingerprint(model: PMI) -> str:
     """A short hash of the model's configuration and weights."""
-    digest = hashlib.sha256(model.config.model_dump_json().encode())
+    # without defaults: a key that a later version adds leaves the sessions of older models theirs
+    digest = hashlib.sha256(model.config.model_dump_json(exclude_defaults=True).encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
         digest.update(raw_bytes(parameter))

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lm.config import load_model_config, model_presets
+from lm.config import ModelConfig, load_model_config, model_presets
 from lm.data.tokenizer import ByteTokenizer
 from lm.errors import UserError
 from lm.model import PMI
-from lm.model.pretrained import from_pretrained, resolve_device, save_pretrained
+from lm.model.pretrained import fingerprint, from_pretrained, resolve_device, save_pretrained
 
 
 @pytest.fixture
@@ -32,6 +32,19 @@ def test_a_saved_model_comes_back_with_its_tokenizer_and_fingerprint(folder: Pat
         two.model.memories[0].read.alpha.add_(1e-3)
     save_pretrained(two.model, two.tokenizer, folder)
     assert from_pretrained(folder).fingerprint != one.fingerprint
+
+
+def test_a_key_that_a_later_version_adds_leaves_the_fingerprints_of_older_models_as_they_are(folder: Path) -> None:
+    class Later(ModelConfig):
+        added: int = 1
+
+    model = from_pretrained(folder).model
+    now = fingerprint(model)
+    values = model.config.model_dump()
+    model.config = Later.model_validate(values)
+    assert fingerprint(model) == now
+    model.config = Later.model_validate(values | {"added": 2})
+    assert fingerprint(model) != now
 
 
 def test_whoever_may_read_the_description_may_read_the_weights(tmp_path: Path) -> None:
