@@ -38,6 +38,7 @@ from benchmarks.measure import RESULTS, save
 from lm.evaluation.compare import outcomes
 from lm.evaluation.figures import difference
 from lm.evaluation.tally import Outcome
+from lm.model.pretrained import from_pretrained
 
 CONTENDERS: dict[str, list[str]] = {
     "on": [],
@@ -93,16 +94,16 @@ def run(args: argparse.Namespace, name: str, seed: int) -> None:
             command(out, "benchmarks.memory.peers", "--peer", name, "--config", args.config, "--data", args.data,
                     "--split", args.split, "--seed", seed, "--steps", args.steps, "--out", out)  # fmt: skip
         about = json.loads((out / "outcomes.json").read_text())
-        documents = [Outcome.from_row(row) for row in about["outcomes"]]
+        parameters, documents = about["parameters"], [Outcome.from_row(row) for row in about["outcomes"]]
     else:
         model = trained(args, "on" if name in MODES else name, seed)
         mode = name if name in MODES else "on"
         if not (out / "eval" / "result.json").exists():
             command(out, "lm", "eval", "--checkpoint", model, "--data", args.data, "--split", args.split,
                     "--memory", mode, "--out", out / "eval")  # fmt: skip
-        about = json.loads((out / "eval" / "result.json").read_text())
+        parameters = sum(x.numel() for x in from_pretrained(model).model.parameters())
         documents = outcomes(out / "eval", mode)
-    keep(kept(args, name, seed), about["parameters"], documents)
+    keep(kept(args, name, seed), parameters, documents)
     console.print(f"{out}: done")
 
 
