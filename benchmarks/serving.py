@@ -3,11 +3,12 @@
     make bench-serving
     python -m benchmarks.serving --part load --minutes 10
 
-speed   N streams of sessions that all start at once, greedy, to the end: through `pmi serve` with one engine replica, and
-        through an engine in this process over a SQLite store of its own with as many threads; in turns, as ratios of the same
-        round. Time to the first token is the median over the streams, so that of one stream alone is the row 1. Processor
-        time is that of all processes (the service's, and the client's part), per token: it says what the network and the
-        other processes cost, also where the machine is busy. The client reads raw sockets in one event loop, so that it costs
+speed   N streams of sessions that all start at once, greedy, to the end, and one more that comes after a third of their time:
+        through `pmi serve` with one engine replica, and through an engine in this process over a SQLite store of its own with as
+        many threads; in turns, as ratios of the same round. Time to the first token is the median over the streams that start at
+        once (row 1: of a stream alone), and by itself that of the late one, which is what a client of a busy service sees.
+        Processor time is that of all processes (the service's, and the client's part), per token: it says what the network and
+        the other processes cost, also where the machine is busy. The client reads raw sockets in one event loop, so that it costs
         little; it runs on the same cores
 load    64 streaming sessions on 2 replicas; every now and then a replica is killed with kill -9. Every stream is resumed until it
         is complete. Afterwards two things are checked. What a client was sent, turn by turn, is what the session's history

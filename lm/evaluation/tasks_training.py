@@ -166,7 +166,7 @@ def _step(
     optimiser.step()
     with torch.no_grad():
         right = (model.head.logits(asked).argmax(-1) == answers).float().mean()
-        strength = float(torch.stack([memory.wishes.sigmoid().mean() for memory in seen]).mean()) if seen else 0.0
+        strength = float(torch.stack([memory.strengths.mean() for memory in seen]).mean()) if seen else 0.0
     return float(loss.detach()), float(right), strength
 
 
@@ -174,6 +174,7 @@ class Seen(NamedTuple):
     """What one memory's write and read made of a step's tokens [b, t, ...]."""
 
     wishes: Tensor  # [b, t, c] how strongly each is to be written, before the gate
+    strengths: Tensor  # [b, t, c] and behind it
     keys: Tensor  # [b, t, c, k]
     queries: Tensor  # [b, t, c, k]
 
@@ -196,8 +197,8 @@ def _watching_memory(model: PMI) -> Iterator[list[Seen]]:
             handle.remove()
     for memory, parts in zip(memories, taken, strict=True):
         wishes, keys, queries = (torch.cat(part, 1) for part in parts)  # a long call runs in several passes
-        bias = memory.delta_tokens.strength_bias
-        found.append(Seen(wishes + bias, *(x.unflatten(-1, (len(bias), -1)) for x in (keys, queries))))
+        write, bias = memory.delta_tokens, memory.delta_tokens.strength_bias
+        found.append(Seen(wishes + bias, write.opened(wishes), *(x.unflatten(-1, (len(bias), -1)) for x in (keys, queries))))
 
 
 def taught(memory: Seen, facts: Tensor, asks: Tensor) -> Tensor:

@@ -382,11 +382,11 @@ def test_a_memory_is_taught_to_write_facts_and_to_look_them_up_under_their_names
     keys = torch.eye(6)[None, :, None]
     queries = keys.clone()
     queries[0, 4, 0] = keys[0, 3, 0]
-    right = taught(Seen(wishes, keys, queries), facts, asks)
+    right = taught(Seen(wishes, wishes.sigmoid(), keys, queries), facts, asks)
     queries[0, 4, 0] = keys[0, 1, 0]
-    astray = taught(Seen(wishes, keys, queries), facts, asks)
+    astray = taught(Seen(wishes, wishes.sigmoid(), keys, queries), facts, asks)
     wishes[0, 0] = 20.0
-    assert 0 <= right < 0.01 < astray < taught(Seen(wishes, keys, queries), facts, asks)
+    assert 0 <= right < 0.01 < astray < taught(Seen(wishes, wishes.sigmoid(), keys, queries), facts, asks)
 
 
 def test_training_teaches_to_write_facts_and_nothing_else(facts: Path, text: Path, tmp_path: Path) -> None:
