@@ -1,0 +1,160 @@
+"""The description of KubeRay's kinds finds what is wrong, wherever it is, and takes what is right."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from .schemas import documents, problems
+
+SERVICE, JOB = ("serve/rayservice.yaml", "rayClusterConfig"), ("train/rayjob-eval.yaml", "rayClusterSpec")
+FILES = pytest.mark.parametrize(("name", "cluster"), [SERVICE, JOB], ids=["RayService", "RayJob"])
+Change = Callable[[dict[str, Any]], Any]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything in a document."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inside:
+        yield from places(item, (*path, key))
+
+
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def test_the_description_is_json_schema() -> None:
+    Draft202012Validator.check_schema(yaml.safe_load((Path(__file__).parent / "kuberay.schema.yaml").read_text()))
+
+
+@FILES
+def test_an_unknown_key_is_found_wherever_it_is(name: str, cluster: str) -> None:
+    document = documents(name)[0]
+    mappings = [path for path in places(document) if isinstance(at(document, path), dict)]
+    assert len(mappings) > 40
+    for path in mappings:
+        changed = copy.deepcopy(document)
+        at(changed, path)["nonsense"] = [[]]
+        assert problems(changed), path
+
+
+@FILES
+def test_a_value_of_another_type_is_found_wherever_it_is(name: str, cluster: str) -> None:
+    document = documents(name)[0]
+    for path in places(document):
+        if path and path[0] not in ("apiVersion", "kind"):
+            changed = copy.deepcopy(document)
+            at(changed, path[:-1])[path[-1]] = [[]] if isinstance(at(document, path), dict) else {"a": {}}
+            assert problems(changed), path
+
+
+@FILES
+def test_a_required_key_that_is_missing_is_found(name: str, cluster: str) -> None:
+    for path in (
+        ("metadata",), ("spec",), ("spec", cluster), ("spec", cluster, "headGroupSpec"),
+        ("spec", cluster, "headGroupSpec", "template"), ("spec", cluster, "workerGroupSpecs", 0, "groupName"),
+        ("spec", cluster, "workerGroupSpecs", 0, "template"),
+        ("spec", cluster, "headGroupSpec", "template", "spec", "containers"),
+    ):  # fmt: skip
+        document = documents(name)[0]
+        del at(document, path[:-1])[path[-1]]
+        assert problems(document), path
+
+
+RULES: list[tuple[tuple[str, str], Change]] = [
+    # values that exist nowhere, by the description
+    (SERVICE, lambda x: x.update(apiVersion="ray.io/v2")),
+    (SERVICE, lambda x: x["spec"].update(upgradeStrategy={"type": "Rolling"})),
+    (SERVICE, lambda x: x["spec"].update(managedBy="me")),
+    (SERVICE, lambda x: x["spec"].update(rayClusterDeletionDelaySeconds=-1)),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["authOptions"].update(mode="tokens")),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["autoscalerOptions"].update(upscalingMode="default")),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["autoscalerOptions"].update(version="2")),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"].pop("redisAddress")),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas=2**31)),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas=True)),
+    (JOB, lambda x: x["spec"].update(submissionMode="k8sJobMode")),
+    (JOB, lambda x: x["spec"].update(preRunningDeadlineSeconds=0)),
+    (JOB, lambda x: x["spec"].update(deletionStrategy={"onSuccess": {"policy": "DeleteSelf"}})),
+    (JOB, lambda x: x["spec"].update(deletionStrategy={"deletionRules": []})),
+    (JOB, lambda x: x["spec"].update(deletionStrategy={"deletionRules": [{"policy": "DeleteSelf", "condition": {}}]})),
+    # what only the operator refuses
+    (SERVICE, lambda x: x["metadata"].update(name="p" * 48)),
+    (SERVICE, lambda x: x["metadata"].update(annotations={"ray.io/ft-enabled": "true"})),
+    (SERVICE, lambda x: head(x)["env"].append({"name": "REDIS_PASSWORD", "value": "x"})),
+    (SERVICE, lambda x: head(x)["env"].append({"name": "RAY_REDIS_ADDRESS", "value": "x"})),
+    (SERVICE, lambda x: head(x)["env"].append({"name": "REDIS_USERNAME", "value": "x"})),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"].update({"redis-password": "x"})),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"].update(labels="{}")),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["headGroupSpec"].update(resources={"CPU": "0"})),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["headGroupSpec"].update(headService={"metadata": {"name": "x"}})),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"].pop("rayVersion")),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"].update(rayVersion="2.51.2")),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["authOptions"].update(enableK8sTokenAuth=True)),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"].update(upgradeStrategy={"type": "Recreate"})),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].update(minReplicas=9)),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].update(suspend=True)),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].update(idleTimeoutSeconds=60)),
+    (SERVICE, lambda x: x["spec"]["rayClusterConfig"]["workerGroupSpecs"].append(groups(x)[0])),
+    (SERVICE, lambda x: x["spec"].update(upgradeStrategy={"type": "NewClusterWithIncrementalUpgrade"})),
+    (JOB, lambda x: x["spec"].update(shutdownAfterJobFinishes=False)),
+    (JOB, lambda x: x["spec"].update(ttlSecondsAfterFinished=-1)),
+    (JOB, lambda x: x["spec"].update(activeDeadlineSeconds=0)),
+    (JOB, lambda x: x["spec"].update(backoffLimit=-1)),
+    (JOB, lambda x: x["spec"].update(submissionMode="InteractiveMode")),
+    (JOB, lambda x: x["spec"].update(submissionMode="SidecarMode", submitterConfig={"backoffLimit": 1})),
+    (JOB, lambda x: x["spec"].update(clusterSelector={"ray.io/cluster": "other"}, suspend=True)),
+    (JOB, lambda x: x["spec"].pop("rayClusterSpec")),
+    (JOB, lambda x: x["spec"].update(runtimeEnvYAML="a: [")),
+    (JOB, lambda x: x["spec"].update(deletionStrategy={"deletionRules": [RULE]})),
+]  # fmt: skip
+RULE = {"policy": "DeleteCluster", "condition": {"jobStatus": "FAILED", "ttlSeconds": 60}}
+
+
+def groups(document: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = copy.deepcopy(document["spec"]["rayClusterConfig"]["workerGroupSpecs"])
+    return found
+
+
+def head(document: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any] = document["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+@pytest.mark.parametrize(("file", "change"), RULES, ids=range(len(RULES)))
+def test_what_the_api_server_or_the_operator_refuses_is_found(file: tuple[str, str], change: Change) -> None:
+    document = copy.deepcopy(documents(file[0])[0])  # anchors share parts of it
+    change(document)
+    assert problems(document)
+
+
+def test_what_both_take_is_taken() -> None:
+    job = documents(JOB[0])[0]
+    job["spec"] |= {
+        "deletionStrategy": {"deletionRules": [RULE]}, "shutdownAfterJobFinishes": False, "ttlSecondsAfterFinished": 0,
+        "submitterConfig": {"backoffLimit": 3}, "runtimeEnvYAML": "env_vars: {A: b}", "preRunningDeadlineSeconds": 600,
+        "metadata": {"by": "ada"}, "jobId": "one", "entrypointResources": "{}", "entrypointNumGpus": 0.5,
+        "managedBy": "ray.io/kuberay-operator",
+    }  # fmt: skip
+    assert problems(job) == []
+    service = documents(SERVICE[0])[0]
+    service["spec"] |= {
+        "upgradeStrategy": {
+            "type": "NewClusterWithIncrementalUpgrade",
+            "clusterUpgradeOptions": {"stepSizePercent": 5, "intervalSeconds": 10, "gatewayClassName": "gateway"},
+        },
+        "serveService": {"metadata": {"labels": {"a": "b"}}, "spec": {"type": "ClusterIP"}},
+    }
+    options = service["spec"]["rayClusterConfig"]["autoscalerOptions"]
+    options |= {"version": "v2", "env": [{"name": "A", "value": "b"}], "imagePullPolicy": "Always", "securityContext": {}}
+    group = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    group |= {"idleTimeoutSeconds": 60, "numOfHosts": 1, "scaleStrategy": {"workersToDelete": []}, "labels": {"a": "b"}}
+    assert problems(service) == []
+    assert problems({**service, "kind": "RayCluster", "spec": service["spec"]["rayClusterConfig"]}) == []
