@@ -184,7 +184,7 @@ def load_model(run: Path, dataset: Dataset, config: ReasonConfig) -> Reasoner:
 
 @torch.inference_mode()
 def accuracy(model: Reasoner, dataset: Dataset, split: str, most: int | None) -> tuple[Array, Array]:
-    """Right answers and questions of each group of a split (of an even selection of at most `most`)."""
+    """Right answers and questions of each group of a split (of at most `most`, always the same)."""
     device, training = next(model.parameters()).device, model.training
     model.eval()
     right, count = np.zeros(len(dataset.groups), dtype=np.int64), np.zeros(len(dataset.groups), dtype=np.int64)

@@ -104,10 +104,10 @@ def order(dataset: Dataset, batch: int, pool: int, seed: int, epoch: int) -> lis
 
 
 def evaluation_batches(dataset: Dataset, split: str, most: int | None, batch: int) -> Iterator[Array]:
-    """The samples of a split (an even selection of at most so many), the short ones first."""
+    """The samples of a split (at most so many, always the same), the short ones first."""
     rows = np.arange(len(dataset.splits[split]))
-    if most is not None and most < len(rows):
-        rows = rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
+    if most is not None and most < len(rows):  # drawn, as every n-th could be all of one kind
+        rows = np.sort(np.random.default_rng(0).permutation(rows)[:most])
     lengths = dataset.lengths(split)
     if lengths is not None:
         rows = rows[np.argsort(lengths[rows], kind="stable")]
