@@ -24,6 +24,8 @@ from lm.model.state import Memory, Open, Readout, where_lanes
 
 MAX_RETENTION = 0.95
 """Ceiling of the forget gate: working memory then stays within 1 / (1 - 0.95) = 20 per element, however long the stream."""
+NARROW = 16
+"""Over fewer elements than these torch's softmax goes one by one on a processor, ten times slower."""
 
 
 def matrix(*shape: int, fan_in: int) -> nn.Parameter:
@@ -31,9 +33,17 @@ def matrix(*shape: int, fan_in: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / math.sqrt(fan_in))
 
 
+def softmax(scores: Tensor) -> Tensor:
+    """Over the last axis."""
+    if scores.shape[-1] >= NARROW or scores.device.type != "cpu":
+        return scores.softmax(-1)
+    weights = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True)
+
+
 def compete(scores: Tensor, top_k: int | None) -> Tensor:
     """Softmax over the last axis, then only the `top_k` largest are kept (None: all). What is kept is not rescaled."""
-    weights = scores.softmax(-1)
+    weights = softmax(scores)
     if top_k is None or top_k >= weights.shape[-1]:
         return weights
     winners = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, weights.topk(top_k, -1).indices, True)
@@ -178,7 +188,7 @@ class Read(nn.Module):
         own = others = None
         if config.read != "long_term":
             mine, scores = scores.split([readout.working.shape[-2], scores.shape[-1] - readout.working.shape[-2]], -1)
-            own = mine.unflatten(-1, (config.heads, -1)).softmax(-1)
+            own = softmax(mine.unflatten(-1, (config.heads, -1)))
         if config.keeps_long_term and config.consolidation != "delta":
             others = compete(scores.unflatten(-1, (config.heads, -1)), config.top_k)
         return own, others
@@ -269,7 +279,7 @@ class MemoryModule(nn.Module):
         if hasattr(self, "gate_tokens"):
             seen = F.relu(self.gate_tokens(h))
             share = None if real is None else real / real.sum(1, keepdim=True)
-            perceived = seen.mean(1) if share is None else torch.einsum("btg,bt->bg", seen, share)
+            perceived = seen.mean(1) if share is None else (share[:, None] @ seen)[:, 0]
         return self._step(memory, h, perceived, None, real)
 
     def _step(

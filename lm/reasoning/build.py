@@ -34,10 +34,10 @@ def _perception(config: ReasonConfig, dataset: Dataset) -> Perception:
     about, width = dataset.about, config.encoder.width
     if not isinstance(config.data, PictureData):
         return Sentences(about["vocabulary"], about["words"], about["sentences"], width)
-    side, channels, patch = about["side"], about["channels"], config.data.patch
+    side, channels, ground, patch = about["side"], about["channels"], about["ground"], config.data.patch
     if config.perception == "cnn":
-        return Convolutions(side, channels, about["choices"], width)
+        return Convolutions(side, channels, ground, about["choices"], width)
     if side % patch:
         fits = [i for i in range(1, side + 1) if side % i == 0]
         raise UserError(f"data.patch {patch} does not divide the pictures' side {side}; choose one of {fits}")
-    return Patches(side, channels, patch, about["choices"], width)
+    return Patches(side, channels, patch, ground, about["choices"], width)

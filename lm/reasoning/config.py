@@ -32,6 +32,8 @@ class EncoderConfig(Schema):
     """Heads of attention between positions. Must divide `width`."""
     feedforward: int = Field(ge=1, le=1_000_000)
     """Inner width of the feed-forward network."""
+    answer: Literal["token", "question"] = "token"
+    """Where the answer is read from: a class token at the end, or the question itself, which has one step less to go."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """Dropout on what is perceived and on what each part adds."""
     inducing: int = Field(8, ge=1, le=4_096)
@@ -164,6 +166,12 @@ class ReasonConfig(Schema):
     encoder: EncoderConfig
     data: BabiData | ClevrData | TrianglesData | CifarData = Field(discriminator="task")
     training: ReasonTraining
+
+    @model_validator(mode="after")
+    def _question_to_read_from(self) -> "ReasonConfig":
+        if self.encoder.answer == "question" and self.task not in ("babi", "clevr"):
+            raise ValueError(f"encoder.answer is question, but {self.task} asks none; choose token")
+        return self
 
     @model_validator(mode="after")
     def _pictures_for_convolutions(self) -> "ReasonConfig":

@@ -3,8 +3,8 @@
     model = Reasoner(config.encoder, dataset.perception(config), len(dataset.answers))
     logits = model(inputs)                              # [b, answers]
 
-- perceptions and a class token at their end; pre-norm layers of a mixing part and a feed-forward network; the answer is read from
-  the class token
+- perceptions, at their end the question and a class token; pre-norm layers of a mixing part and a feed-forward network
+- the answer is read from the last position: the class token, or the question where the configuration leaves the token out
 - mixer memory is the language model's own memory (lm/model/memory.py) in the paper's order: each layer writes its perceptions and
   then reads what it wrote. One memory goes through all layers (scope global), or each layer starts from its own (scope layer)
 - nothing is causal here: a question is asked of a whole story or picture
@@ -172,8 +172,9 @@ class Reasoner(nn.Module):
     def __init__(self, config: EncoderConfig, perception: Perception, answers: int) -> None:
         super().__init__()
         self.perception, self.encoder = perception, Encoder(config)
-        # where nothing mixes positions, the answer is read from their mean instead of a class token
-        self.token = nn.Parameter(torch.randn(config.width)) if config.mixer != "none" else None
+        # where nothing mixes positions, the answer is read from their mean
+        self.averages = config.mixer == "none"
+        self.token = nn.Parameter(torch.randn(config.width)) if config.answer == "token" and not self.averages else None
         self.norm, self.answer = nn.LayerNorm(config.width), nn.Linear(config.width, answers)
         self._initialise()
 
@@ -189,9 +190,9 @@ class Reasoner(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Scores of the answers [b, answers]."""
         x, real = self.perception(inputs)
-        if self.token is None:
+        if self.averages:
             x = x.mean(1, keepdim=True)
-        else:
+        elif self.token is not None:
             x = torch.cat([x, self.token.expand(x.shape[0], 1, -1)], 1)
             real = None if real is None else F.pad(real, (0, 1), value=True)
         x = self.encoder(self.encoder.dropout(x), real)

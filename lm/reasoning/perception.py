@@ -59,20 +59,21 @@ class Question(nn.Module):
 
 
 class Pictures(Perception):
-    """Positions of a picture, and its question where the task has one."""
+    """Positions of a picture, and its question where the task has one. What is as bright as the ground counts as nothing."""
 
-    def __init__(self, positions: int, choices: list[int], width: int) -> None:
+    def __init__(self, positions: int, ground: float, choices: list[int], width: int) -> None:
         super().__init__()
-        self.places = nn.Parameter(torch.randn(positions, width))
+        self.ground = ground
+        self.places = nn.Parameter(0.3 * torch.randn(positions, width))  # what is seen there should outweigh the place
         self.question = Question(choices, width) if choices else None
 
     def see(self, picture: Tensor) -> Tensor:
-        """`picture [b, channels, side, side]` in -1..1 -> features [b, t, d]."""
+        """`picture [b, channels, side, side]`, 0 where there is nothing -> features [b, t, d]."""
         raise NotImplementedError
 
     def forward(self, inputs: dict[str, Tensor]) -> Perceived:
         """`picture [b, side, side, channels]` bytes, `question [b, choices]`."""
-        picture = inputs["picture"].permute(0, 3, 1, 2).float() / 127.5 - 1
+        picture = (inputs["picture"].permute(0, 3, 1, 2).float() - self.ground) / 127.5
         x = self.see(picture) + self.places
         if self.question is not None:
             x = torch.cat([x, self.question(inputs["question"])], 1)
@@ -80,25 +81,26 @@ class Pictures(Perception):
 
 
 class Patches(Pictures):
-    """A picture cut into patches, as in a vision transformer."""
+    """A picture cut into patches, each seen by a network of two layers: what is in a patch is no linear matter."""
 
-    def __init__(self, side: int, channels: int, patch: int, choices: list[int], width: int) -> None:
-        super().__init__((side // patch) ** 2, choices, width)
+    def __init__(self, side: int, channels: int, patch: int, ground: float, choices: list[int], width: int) -> None:
+        super().__init__((side // patch) ** 2, ground, choices, width)
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
+        self.rise, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
 
     def see(self, picture: Tensor) -> Tensor:
         """The patches' features."""
-        return self.embed(picture).flatten(2).mT
+        return self.norm(self.rise(F.relu(self.embed(picture).flatten(2).mT)))
 
 
 class Convolutions(Pictures):
     """A picture through four convolutions; what is left of it is 1/16 as wide and high, rounded up."""
 
-    def __init__(self, side: int, channels: int, choices: list[int], width: int) -> None:
+    def __init__(self, side: int, channels: int, ground: float, choices: list[int], width: int) -> None:
         left = side
         for _ in range(4):
             left = (left + 1) // 2
-        super().__init__(left**2, choices, width)
+        super().__init__(left**2, ground, choices, width)
         sizes = [channels, 24, 24, 48, 48]
         self.layers = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in itertools.pairwise(sizes))
         self.norms = nn.ModuleList(nn.BatchNorm2d(size) for size in sizes[1:])

@@ -112,7 +112,7 @@ def attention(model: Reasoner, dataset: Dataset, rows: Sequence[int], level: str
         looks = [weights for look in model.look(inputs) if (weights := getattr(look, level)) is not None]
         if not looks:
             return []
-        labels = names(dataset, looks[0].shape[1])
+        labels = names(dataset, looks[0].shape[1], model.token is not None)
         found.append({"row": row, "labels": labels, "level": level, "layers": [weights[0].tolist() for weights in looks]})
     layers, tall = len(found[0]["layers"]), max(len(entry["labels"]) for entry in found)
     height = min(9.0, max(2.6, 0.17 * tall))
@@ -137,12 +137,11 @@ def attention(model: Reasoner, dataset: Dataset, rows: Sequence[int], level: str
     return found
 
 
-def names(dataset: Dataset, positions: int) -> list[str]:
-    """What a test sample's positions are called: sentences or patches, question, class token."""
-    asked = ["Q"] if "story" in dataset.tables or dataset.about.get("choices") else []
-    count = positions - len(asked) - 1
+def names(dataset: Dataset, positions: int, token: bool) -> list[str]:
+    """What a test sample's positions are called: sentences or patches, then the question, the class token."""
+    last = ["Q"] * bool("story" in dataset.tables or dataset.about.get("choices")) + ["CLS"] * token
     letter = "S" if "story" in dataset.tables else "P"
-    return [*(f"{letter}{i + 1}" for i in range(count)), *asked, "CLS"]
+    return [*(f"{letter}{i + 1}" for i in range(positions - len(last))), *last]
 
 
 def chosen(dataset: Dataset, count: int) -> list[int]:

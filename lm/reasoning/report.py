@@ -163,9 +163,9 @@ def _comparison(outcomes: Sequence[Outcome]) -> Sheet:
 
 ABOUT: dict[str, tuple[dict[str, Any], int]] = {
     "babi": ({"vocabulary": 146, "words": 11, "sentences": 130}, 60),
-    "clevr": ({"side": 75, "channels": 3, "choices": [6, 7, 9]}, 21),
-    "triangles": ({"side": 64, "channels": 1, "choices": []}, 2),
-    "cifar": ({"side": 32, "channels": 3, "choices": []}, 10),
+    "clevr": ({"side": 75, "channels": 3, "ground": 255, "choices": [6, 7, 9]}, 21),
+    "triangles": ({"side": 64, "channels": 1, "ground": 0, "choices": []}, 2),
+    "cifar": ({"side": 32, "channels": 3, "ground": 127.5, "choices": []}, 10),
 }
 """What a model's size depends on in each task's data: what perception is built from, and how many answers there are."""
 

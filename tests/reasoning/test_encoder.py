@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lm.errors import UserError
 from lm.model.memory import MemoryModule
 from lm.model.state import Memory
 from lm.reasoning.build import build, load_data
@@ -170,8 +171,15 @@ def test_every_preset_of_every_model_and_size_is_valid(task: str, preset: str) -
                 assert load_reason_config(task, name + size, preset).encoder.width >= 64
 
 
-def test_a_look_shows_the_weights_of_every_layer(babi: Path) -> None:
-    config = tiny("babi", "pmi-tr", "encoder.layers=3")
+@pytest.mark.parametrize("task", ["triangles", "cifar"])
+def test_an_answer_needs_a_question_to_be_read_from(task: str) -> None:
+    with pytest.raises(UserError, match=f"encoder.answer is question, but {task} asks none; choose token"):
+        load_reason_config(task, "tr", "cpu", ["encoder.answer=question"])
+
+
+@pytest.mark.parametrize(("answer", "positions"), [("question", 3), ("token", 4)])  # 2 sentences, question, class token
+def test_a_look_shows_the_weights_of_every_layer(babi: Path, answer: str, positions: int) -> None:
+    config = tiny("babi", "pmi-tr", "encoder.layers=3", f"encoder.answer={answer}")
     data = load_data(config, babi, None)
     model = build(config, data, 1).eval()
     inputs, _ = data.batch("test", torch.tensor([0]).numpy(), torch.device("cpu"))
@@ -180,7 +188,7 @@ def test_a_look_shows_the_weights_of_every_layer(babi: Path) -> None:
     for look in looks:
         assert look.working is not None
         assert look.long_term is not None
-        assert look.working.shape == look.long_term.shape == (1, 4, 4)  # 2 sentences, question, class token; 4 slots
-        torch.testing.assert_close(look.working.sum(-1), torch.ones(1, 4))
+        assert look.working.shape == look.long_term.shape == (1, positions, 4)  # 4 slots
+        torch.testing.assert_close(look.working.sum(-1), torch.ones(1, positions))
     assert not torch.allclose(looks[0].working, looks[1].working)
     assert not any(module.read._forward_pre_hooks for module in model.encoder.memories)

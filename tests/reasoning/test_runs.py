@@ -130,7 +130,7 @@ def test_commands_train_report_and_draw(babi: Path, tmp_path: Path, capsys: pyte
     assert run_command(app, ["reason", "look", str(out / "babi" / "tr-hsw-s" / "run-1"), "--samples", "2", *given]) == 0
     looked = json.loads((out / "babi" / "tr-hsw-s" / "run-1" / "attention.json").read_text())
     assert {entry["level"] for entry in looked} == {"working"}  # a workspace has no long-term memory
-    assert looked[0]["labels"] == ["S1", "S2", "Q", "CLS"]
+    assert looked[0]["labels"] == ["S1", "S2", "Q"]
     assert run_command(app, ["reason", "look", str(out / "babi" / "tr" / "run-1"), *given]) == 2
     assert "has no memory to look into" in capsys.readouterr().err
     assert run_command(app, [*made, *changes_hsw, "--set", "training.lr=0.5"]) == 2

@@ -51,7 +51,7 @@ def read(config: CifarData, source: Path) -> Dataset:
         "valid": _split(train[kept:], answers[kept:]),
         "test": _split(batches[TEST[0]], labels[TEST[0]]),
     }
-    return Dataset(splits, {}, CLASSES, ["all"], [], {"side": SIDE, "channels": 3, "choices": []})
+    return Dataset(splits, {}, CLASSES, ["all"], [], {"side": SIDE, "channels": 3, "ground": 127.5, "choices": []})
 
 
 def _files(source: Path) -> tuple[dict[str, Array], dict[str, Array], bool]:

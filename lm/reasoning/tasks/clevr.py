@@ -70,7 +70,7 @@ def generate(config: ClevrData) -> Dataset:
         inputs: dict[str, Array] = {"at": table[:, 0], "question": table[:, 1:4].astype(np.int16)}
         splits[split] = Split(inputs, table[:, 4].astype(np.int16), asked // 3, asked)
     tables = {"pictures": np.stack(pictures), "centres": np.stack(centres), "round": np.stack(rounds).astype(np.uint8)}
-    return Dataset(splits, tables, ANSWERS, GROUPS, [], {"side": SIDE, "channels": 3, "choices": CHOICES})
+    return Dataset(splits, tables, ANSWERS, GROUPS, [], {"side": SIDE, "channels": 3, "ground": 255, "choices": CHOICES})
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:

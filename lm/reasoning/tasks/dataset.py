@@ -18,7 +18,7 @@ from torch import Tensor
 from lm.data.files import write_atomically
 
 SPLITS = ("train", "valid", "test")
-CACHE_FORMAT = "2"
+CACHE_FORMAT = "3"
 Array = NDArray[Any]
 
 

@@ -42,7 +42,7 @@ def generate(config: TrianglesData) -> Dataset:
         nothing = np.zeros(count, dtype=np.int16)
         splits[split] = Split({"picture": pictures}, answers, nothing, nothing)
     tables = {"corners": np.stack(corners).astype(np.float32)}
-    about = {"side": SIDE, "channels": 1, "choices": []}
+    about = {"side": SIDE, "channels": 1, "ground": 0, "choices": []}
     return Dataset(splits, tables, ["other", "equilateral"], ["all"], [], about)
 
 
