@@ -4,6 +4,8 @@
 - PyTorchJob: the training operator's generated models (package `kubeflow-training`), every field's name and type
 - RayService, RayJob: KubeRay's own definitions are on no package index. kuberay.schema.yaml says what those of v1.6.2 say, and
   kuberay.py what the operator refuses besides
+- every list in a custom resource that is a map by some of its items' keys (variables, ports, mounts, volumes, ...): no key twice,
+  which the API server lets pass in a pod of its own and refuses there
 - serveConfigV2: Ray Serve's own ServeDeploySchema; its arguments: the service's own configuration
 """
 
@@ -15,7 +17,7 @@ from typing import Any
 
 import kubernetes_validate
 import yaml
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError, validators
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
@@ -69,8 +71,19 @@ def _schemas() -> Registry[Any]:
     return Registry().with_resources((own["$id"], Resource.from_contents(own)) for own in (core, kuberay))
 
 
+def _once(_: Any, keys: list[str], value: Any, __: Any) -> Iterator[ValidationError]:
+    """A list that is a map by these keys of its items; a port's protocol has a default."""
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    names = [tuple(item.get(key, "TCP" if key == "protocol" else None) for key in keys) for item in items]
+    for name in sorted({name for name in names if names.count(name) > 1}, key=str):
+        yield ValidationError(f"twice: {', '.join(map(str, name))}")
+
+
+Validator = validators.extend(Draft202012Validator, {"x-kubernetes-list-map-keys": _once})
+
+
 def _against(schema: str, value: Any, where: str) -> list[str]:
-    found = Draft202012Validator({"$ref": schema}, registry=_schemas()).iter_errors(value)
+    found = Validator({"$ref": schema}, registry=_schemas()).iter_errors(value)
     return [f"{'.'.join(map(str, [where, *error.absolute_path]))}: {error.message[:300]}" for error in found]
 
 

@@ -64,6 +64,14 @@ def test_no_pod_runs_as_root_or_without_limits(name: str) -> None:
                 assert "memory" in container["resources"]["limits"], container["name"]
 
 
+def test_every_pod_is_behind_a_network_policy() -> None:
+    everything = [document for name in MANIFESTS for document in documents(name)]
+    isolated = [x["spec"]["podSelector"]["matchLabels"] for x in everything if x["kind"] == "NetworkPolicy"]
+    for document in everything:
+        for pod in pods(document):
+            assert any(wanted.items() <= pod["metadata"]["labels"].items() for wanted in isolated), pod["metadata"]
+
+
 def test_the_serve_application_is_what_ray_and_the_service_accept() -> None:
     from ray.serve.schema import ServeDeploySchema
 
@@ -103,6 +111,14 @@ def test_rays_own_autoscaler_reads_the_clusters(name: str, kind: str, key: str, 
         assert groups["headgroup"]["resources"]["CPU"] == 0, "no replica on the head"
         config = load_serve_config(None, yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"])
         assert groups["engines"]["resources"]["CPU"] > config.scaling.engine_cpus, "an engine and an ingress fit into a pod"
+
+
+def test_the_autoscaler_that_runs_is_the_one_that_the_operator_knows_of() -> None:
+    """Where nothing is said Ray starts v2 in KubeRay's pods, and KubeRay leaves them a restartPolicy that v2 cannot have."""
+    spec = of_kind("serve/rayservice.yaml", "RayService")["spec"]["rayClusterConfig"]
+    assert spec["enableInTreeAutoscaling"]
+    assert spec["autoscalerOptions"]["version"] == "v2"
+    assert spec["autoscalerOptions"]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_the_application_for_running_clusters_is_accepted_too() -> None:
@@ -167,6 +183,17 @@ def test_evaluation_is_called_with_flags_that_exist() -> None:
     assert {x for x in entry if x.startswith("--")} <= flags("eval")
 
 
+def test_the_driver_of_an_evaluation_runs_where_its_folders_are() -> None:
+    """Ray puts it on the head unless resources are asked for it, then anywhere."""
+    spec = of_kind("train/rayjob-eval.yaml", "RayJob")["spec"]
+    assert not {"entrypointNumCpus", "entrypointNumGpus", "entrypointResources"} & spec.keys()
+    (head,) = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    mounted = tuple(mount["mountPath"] + "/" for mount in head["volumeMounts"])
+    paths = [word for word in shlex.split(spec["entrypoint"]) if word.startswith("/")]
+    assert len(paths) == 3
+    assert all(path.startswith(mounted) for path in paths)
+
+
 def test_redis_in_kubernetes_has_the_settings_of_redis_conf() -> None:
     def settings(text: str) -> list[str]:
         return [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -189,6 +216,7 @@ def test_compose_is_valid_and_publishes_nothing_beyond_this_machine(tmp_path: Pa
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     assert "ports" not in compose["services"]["redis"]
+    assert "--maxmemory" in compose["services"]["redis"]["command"], "PmiRedisMemory is a share of it"
     for service in compose["services"].values():  # what is mounted from here is here
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
