@@ -21,6 +21,7 @@ Equal tokens: all but `longer` read the same, in the same order.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -35,6 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import RESULTS, save
+from lm.config import load_run_config
+from lm.data.prepared import open_prepared
 from lm.evaluation.compare import outcomes
 from lm.evaluation.figures import difference
 from lm.evaluation.tally import Outcome
@@ -84,9 +87,30 @@ def kept(args: argparse.Namespace, name: str, seed: int) -> Path:
     return OUTCOMES / experiment(args) / f"{name}-{seed}.json"
 
 
+def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
+    """What a contender changes in the configuration."""
+    if name in (*MODES, *PEERS):
+        name = "on" if name in MODES else "off"
+    steps = round(args.steps / speed()) if name == "longer" else args.steps
+    changes = [f"data={args.data}", f"seed={seed}", f"training.steps={steps}", f"evaluation.interval={steps}"]
+    return changes + [change.format(feedforward=args.feedforward, window=args.window) for change in CONTENDERS[name]]
+
+
+def identity(args: argparse.Namespace, name: str, seed: int) -> dict[str, str]:
+    """What a kept outcome is of: the prepared data, and the configuration (keys at their defaults left out)."""
+    config = load_run_config(args.config, settings(args, name, seed)).model_dump(mode="json", exclude_defaults=True)
+    del config["data"]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    return {"data": open_prepared(args.data).fingerprint, "configuration": digest}
+
+
 def run(args: argparse.Namespace, name: str, seed: int) -> None:
     """Train, export, evaluate, keep the outcome; each is left alone where it is done."""
-    if kept(args, name, seed).exists():
+    path, of = kept(args, name, seed), identity(args, name, seed)
+    if path.exists():
+        had = json.loads(path.read_text())
+        if other := [f"{key} {had.get(key)}, now {value}" for key, value in of.items() if had.get(key) != value]:
+            sys.exit(f"{path} is of {'; '.join(other)}: take the data and configuration it was made with, or remove it")
         return
     out = args.runs / experiment(args) / f"{name}-{seed}"
     if name in PEERS:
@@ -103,28 +127,25 @@ def run(args: argparse.Namespace, name: str, seed: int) -> None:
                     "--memory", mode, "--out", out / "eval")  # fmt: skip
         parameters = sum(x.numel() for x in from_pretrained(model).model.parameters())
         documents = outcomes(out / "eval", mode)
-    keep(kept(args, name, seed), parameters, documents)
+    keep(path, of, parameters, documents)
     console.print(f"{out}: done")
 
 
 def trained(args: argparse.Namespace, name: str, seed: int) -> Path:
     """The folder of a contender's model, which is trained where it is not there yet."""
     out = args.runs / experiment(args) / f"{name}-{seed}"
-    steps = round(args.steps / speed()) if name == "longer" else args.steps
-    changes = [f"data={args.data}", f"seed={seed}", f"training.steps={steps}", f"evaluation.interval={steps}"]
-    changes += [change.format(feedforward=args.feedforward, window=args.window) for change in CONTENDERS[name]]
-    sets = [part for change in changes for part in ("--set", change)]
+    sets = [part for change in settings(args, name, seed) for part in ("--set", change)]
     if not (out / "model" / "config.json").exists():
         command(out, "lm", "train", "--config", args.config, *sets, "--out", out)
         command(out, "lm", "export", out, "--out", out / "model")
     return out / "model"
 
 
-def keep(path: Path, parameters: int, documents: Sequence[Outcome]) -> None:
-    """Write a run's outcome; blocks only where there is one document, whose interval is drawn from them."""
+def keep(path: Path, of: dict[str, str], parameters: int, documents: Sequence[Outcome]) -> None:
+    """Write a run's outcome and what it is of; blocks only where there is one document, whose interval is drawn from them."""
     rows = [asdict(x if len(documents) == 1 else replace(x, blocks=[])) for x in documents]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"parameters": parameters, "outcomes": rows}, separators=(",", ":")) + "\n")
+    path.write_text(json.dumps({**of, "parameters": parameters, "outcomes": rows}, separators=(",", ":")) + "\n")
 
 
 def speed() -> float:

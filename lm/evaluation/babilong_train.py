@@ -154,7 +154,7 @@ def run(
     })  # fmt: skip
     questions = read_questions(facts, tasks, "train")
     samples = TrainingSamples(questions, books, tokenizer, lanes, model.config.segment, asked, tokens)
-    curriculum = Curriculum(lengths, pass_=0.85, enough=0.995, over=40)
+    curriculum = Curriculum(lengths, pass_=0.85, over=40)
     optimisation = OptimiserConfig(lr=lr, warmup=50)
     if not train(model, samples.draw, curriculum, optimisation, steps, seed, out, console, everything, writing):
         return None

@@ -6,7 +6,6 @@ OUT/model            the trained model, a folder that every other command reads
 """
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +71,7 @@ def run(settings: Recall, out: Path, device: torch.device, console: Console) -> 
     tokenizer = recall_tokenizer()
     torch.manual_seed(settings.seed)
     model = PMI(settings.model).to(device)
-    curriculum = Curriculum(settings.stages(), enough=math.inf)  # what is right is not yet kept for long: to the end of the steps
+    curriculum = Curriculum(settings.stages())
     # asking for many pairs of a sample at once costs nothing and gives as many answers to learn from
     many = min(settings.pairs, settings.model.segment // 3)
 

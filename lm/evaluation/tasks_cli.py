@@ -127,7 +127,7 @@ def train(
         Path | None, typer.Option(help="Without --checkpoint: a folder that has a tokenizer. Default: bytes.")
     ] = None,
     set_: Set = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Most steps.", min=1)] = 2_000,
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 2_000,
     lanes: Lanes = 16,
     tokens: Annotated[
         int | None, typer.Option(help="Most tokens of context in a step: fewer samples, where they are longer.", min=1)
@@ -188,7 +188,7 @@ def recall(
     window: Annotated[int | None, typer.Option(help="W (default: the model's).", min=0)] = None,
     model: Annotated[str, typer.Option(help="A preset or the path of a YAML/JSON file.")] = "recall",
     set_: Set = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Most training steps; it ends before, once it answers all.", min=1)] = 300,
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 300,
     lanes: Annotated[int, typer.Option(help="Samples of a step at distance 1 (fewer where they are longer).", min=1)] = 32,
     lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-8)] = 5e-3,
     samples: Annotated[int, typer.Option(help="Samples at each distance.", min=1)] = 512,

@@ -1,7 +1,8 @@
 """Training on tasks: fresh samples at every step, a curriculum over how far an answer is from what it rests on.
 
 A step draws whole samples, so gradient reaches from the answer to the write it depends on. The run moves to the next stage of
-the curriculum when it answers well enough, and ends when it has mastered the last. The same command goes on where it was ended.
+the curriculum when it answers well enough, and makes all its steps: what is right is not yet kept for long. The same command goes
+on where it was ended.
 """
 
 import json
@@ -46,11 +47,10 @@ class TaskBatch(Batch):
 
 @dataclass
 class Curriculum:
-    """Which stage is trained: on once `pass_` of the answers of the last `over` steps are right, finished at `enough`."""
+    """Which stage is trained: the next once `pass_` of the answers of the last `over` steps are right."""
 
     stages: list[int]
     pass_: float = 0.9
-    enough: float = 0.999
     over: int = 20
     stage: int = 0
     recent: list[float] = field(default_factory=list)
@@ -64,15 +64,11 @@ class Curriculum:
         """What to train on: half of the steps at the stage itself, half at any reached so far."""
         return self.stages[self.stage if rng.random() < 0.5 else int(rng.integers(self.stage + 1))]
 
-    def note(self, accuracy: float) -> bool:
-        """Take in a step's accuracy; whether the last stage is mastered."""
+    def note(self, accuracy: float) -> None:
+        """Take in a step's accuracy."""
         self.recent = [*self.recent, accuracy][-self.over :]
-        if len(self.recent) < self.over or self.accuracy < self.pass_:
-            return False
-        if self.stage == len(self.stages) - 1:
-            return self.accuracy >= self.enough
-        self.stage, self.recent = self.stage + 1, []
-        return False
+        if len(self.recent) == self.over and self.accuracy >= self.pass_ and self.stage < len(self.stages) - 1:
+            self.stage, self.recent = self.stage + 1, []
 
 
 def claim(out: Path, request: dict[str, Any], growing: dict[str, Any] | None = None) -> None:
@@ -104,34 +100,35 @@ def train(
     everything: float = 0.0,
     writing: float = 0.0,
 ) -> bool:
-    """Train until the curriculum is mastered, or for `steps` steps; false where a signal ended it before (it is saved).
+    """Train for `steps` steps; false where a signal ended it before (it is saved).
 
     `draw(stage, rng)` gives a step's samples. `everything` is the weight of predicting every token beside the answers, `writing`
     that of writing to memory what is known to be worth it, and nothing else, and of looking it up under its name.
     """
     optimiser = optimiser_for(model, optimisation)
-    done, finished = _restore(model, optimiser, curriculum, out)
+    done = _restore(model, optimiser, curriculum, out)
     stop, saved = StopRequest(), time.monotonic()
     model.train()
     try:
         with progress(console, "training", steps, "steps", done) as advance, (out / METRICS).open("a") as metrics:
-            while done < steps and not finished and not stop.signal:
+            while done < steps and not stop.signal:
                 rng = np.random.default_rng([seed, done])
                 stage = curriculum.draw(rng)
                 batch = draw(stage, rng)
                 for group in optimiser.param_groups:
                     group["lr"] = learning_rate(optimisation, done, steps)
                 loss, right, strength = _step(model, batch, optimiser, optimisation.clip, everything, writing)
-                done, finished = done + 1, curriculum.note(right)
+                done += 1
+                curriculum.note(right)
                 reached = curriculum.stages[curriculum.stage]
                 row = {"step": done, "stage": stage, "reached": reached, "loss": loss, "accuracy": right, "strength": strength}
                 metrics.write(json.dumps(row) + "\n")
                 advance(1, f"loss {loss:.3f}  accuracy {curriculum.accuracy:.3f} at {reached}")
                 if time.monotonic() - saved > SAVE_EVERY:
                     metrics.flush()
-                    _save(model, optimiser, curriculum, done, finished, out)
+                    _save(model, optimiser, curriculum, done, out)
                     saved = time.monotonic()
-            _save(model, optimiser, curriculum, done, finished, out)
+            _save(model, optimiser, curriculum, done, out)
     finally:
         stop.close()
     model.eval()
@@ -218,19 +215,19 @@ def taught(memory: Seen, facts: Tensor, asks: Tensor) -> Tensor:
     return wrong + torch.stack(astray).mean() if astray else wrong
 
 
-def _save(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, done: int, finished: bool, out: Path) -> None:
+def _save(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, done: int, out: Path) -> None:
     part = out / f".{STATE}.part"
     torch.save({
-        "model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": done, "finished": finished,
+        "model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": done,
         "stage": plan.stage, "recent": plan.recent,
     }, part)  # fmt: skip
     os.replace(part, out / STATE)
 
 
-def _restore(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, out: Path) -> tuple[int, bool]:
+def _restore(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, out: Path) -> int:
     if not (out / STATE).is_file():
         (out / METRICS).unlink(missing_ok=True)
-        return 0, False
+        return 0
     kept = torch.load(out / STATE, weights_only=True, map_location=model.device)
     model.load_state_dict(kept["model"])
     optimiser.load_state_dict(kept["optimiser"])
@@ -238,4 +235,4 @@ def _restore(model: PMI, optimiser: torch.optim.Optimizer, plan: Curriculum, out
     if (out / METRICS).is_file():  # what was measured behind the save is measured again
         lines = (out / METRICS).read_text().splitlines(keepends=True)[: kept["step"]]
         (out / METRICS).write_text("".join(lines))
-    return kept["step"], kept["finished"]
+    return int(kept["step"])

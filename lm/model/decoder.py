@@ -181,13 +181,15 @@ class PMI(nn.Module):
             return []
         rows, d, width = memory.heads * memory.slots, self.config.memory_width, self.config.width
         working, delta = memory.read != "long_term", memory.consolidation == "delta"
-        long_slots = memory.keeps_long_term and not delta
-        long_term = memory_shapes(self.config)[1] if memory.keeps_long_term and delta else (rows, d) if long_slots else (0, 0)
+        long_slots, heads = memory.keeps_long_term and not delta, (memory.heads, memory.slots, d // memory.heads)
         shapes: list[tuple[int, ...]] = [
-            (width, rows * (working + long_slots)),
-            (rows, d * (3 if memory.correction else 1)) if working else (0, 0),
-            long_term,
+            (rows * (working + long_slots), width),
+            heads if working else (0, 0, 0),
+            (rows, 2 * d) if memory.correction else (0, 0),
+            (0, 0, 0),
         ]
+        if memory.keeps_long_term:
+            shapes[3] = memory_shapes(self.config)[1] if delta else (rows, d) if memory.correction else heads
         return [shapes] * (len(self.memories) if self.shared_state else len(self.layers_with_memory))
 
     def _open_shapes(self) -> list[tuple[int, ...]]:

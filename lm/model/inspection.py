@@ -184,12 +184,11 @@ def trace_reads(model: PMI, ids: Sequence[int], segments: int = 64) -> Trace:
         module = _module(model, j)
         readout = module.readout(memories[0 if model.shared_state else j])
         u_w, u_l = module.read.levels(Readout(*(x[:, None] for x in readout)), h[:, :, -1:])
-        own = None if u_w is None else u_w[..., : model.config.memory_width]
         blank = torch.zeros(early)
         layers.append(
             LayerTrace(
                 layer=model.layers_with_memory[j],
-                working=_shares(own, leaves, early, len(ids)),
+                working=_shares(u_w, leaves, early, len(ids)),
                 long_term=_shares(u_l, leaves, early, len(ids)),
                 chosen=_over_ids([blank, *chosen[j]], len(ids)) if hasattr(module, "write") else None,
                 strength=_over_ids([blank, *strengths[j]], len(ids)) if hasattr(module, "delta_tokens") else None,

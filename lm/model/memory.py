@@ -10,8 +10,10 @@ Axes: b lane, s segment, t token of a segment, n slot, c fragment, h head, e fea
 Every parameter is used in the `forward` of the module that owns it, so that sharded training can gather it there.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +43,43 @@ def softmax(scores: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
+class Competition(torch.autograd.Function):
+    """Softmax over the last axis, of which the `top_k` largest are kept. Its gradient from what is kept, in few passes."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, top_k: int) -> Tensor:
+        weights = softmax(scores)
+        kept = weights * winners(weights, top_k)
+        ctx.save_for_backward(weights, kept)
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        weights, kept = ctx.saved_tensors
+        grad = grad * kept
+        return grad.addcmul_(weights, grad.sum(-1, keepdim=True), value=-1), None
+
+
+def winners(weights: Tensor, top_k: int) -> Tensor:
+    """Which are among the `top_k` largest of the last axis; of equal ones, some."""
+    n = weights.shape[-1]
+    if n >= NARROW or weights.numel() < NARROW**3 or weights.device.type != "cpu":
+        return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, weights.topk(top_k, -1).indices, True)
+    columns = weights.movedim(-1, 0).contiguous()  # topk, too, goes row by row: a rank by pairs is four times as fast
+    rank = torch.zeros(columns.shape, dtype=torch.int8)
+    for i, j in itertools.combinations(range(n), 2):
+        behind = columns[i] < columns[j]
+        rank[i] += behind
+        rank[j] += ~behind
+    return (rank < top_k).movedim(0, -1)
+
+
 def compete(scores: Tensor, top_k: int | None) -> Tensor:
     """Softmax over the last axis, then only the `top_k` largest are kept (None: all). What is kept is not rescaled."""
-    weights = softmax(scores)
-    if top_k is None or top_k >= weights.shape[-1]:
-        return weights
-    winners = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, weights.topk(top_k, -1).indices, True)
-    return weights.masked_fill(~winners, 0)
+    if top_k is None or top_k >= scores.shape[-1]:
+        return softmax(scores)
+    kept: Tensor = Competition.apply(scores, top_k)
+    return kept
 
 
 class WorkingWrite(nn.Module):
@@ -72,9 +104,9 @@ class WorkingWrite(nn.Module):
 
         Tokens that are not `real [b, t]` are padding and do not compete.
         """
-        attended = (self.attention(working, h, real) @ h).unflatten(1, (self.query.shape[1], -1))  # [b, h, n, w]
-        attended = torch.einsum("bhnw,hew->bnhe", attended, self.value).flatten(2)
-        candidate = self.norm_candidate(working + self.mlp(self.norm_attended(working + attended)))
+        taken = (self.attention(working, h, real) @ h).unflatten(1, (self.query.shape[1], -1))  # [b, h, n, w]
+        taken = torch.einsum("bhnw,hew->bnhe", taken, self.value).flatten(2)
+        candidate = self.norm_candidate(working + self.mlp(self.norm_attended(working + taken)))
         if perceived is None:
             return candidate.tanh()
         take, keep = self.gates(working, perceived)
@@ -82,11 +114,10 @@ class WorkingWrite(nn.Module):
 
     def attention(self, working: Tensor, h: Tensor, real: Tensor | None = None) -> Tensor:
         """What each slot takes of each token [b, h * n, t]."""
-        query = torch.einsum("bnd,dhe->bnhe", working, self.query)
-        query = torch.einsum("bnhe,hew->bhnw", query, self.key).flatten(1, 2) / math.sqrt(self.query.shape[2])
-        scores = query @ h.mT
+        query = torch.einsum("bnd,dhe->bnhe", working, self.query) / math.sqrt(self.query.shape[2])
+        scores = torch.einsum("bnhe,hew->bhnw", query, self.key).flatten(1, 2) @ h.mT
         if real is not None:
-            scores = scores.masked_fill(~real[:, None], -torch.inf)
+            scores.masked_fill_(~real[:, None], -torch.inf)
         return compete(scores, self.top_k)
 
     def gates(self, working: Tensor, perceived: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,19 +165,19 @@ class SlotReadout(nn.Module):
         # with the correction step, slots are read as its queries, or as U_w and the keys and values made of it
         self.further = matrix(heads, e, outputs, fan_in=d) if outputs else None
 
-    def forward(self, slots: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-        """`slots [b, n, d]` -> address [b, w, h * n], contribution [b, h * n, x]; `keep`: U itself comes first in x."""
-        heads, n = self.query.shape[1], slots.shape[1]
+    def forward(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `slots [b, n, d]` are addressed by [b, h * n, w], and what each gives to U [b, h, n, e] and to the correction."""
         key = torch.einsum("bnd,dhe->bnhe", slots, self.key) / math.sqrt(self.query.shape[2])
-        address = torch.einsum("whe,bnhe->bwhn", self.query, key).flatten(2)
+        address = torch.einsum("whe,bnhe->bhnw", self.query, key).flatten(1, 2)
         value = torch.einsum("bnd,dhe->bhne", slots, self.value)
-        parts = []
-        if keep:  # each head's values stand in its own columns of U
-            own = torch.eye(heads, device=slots.device, dtype=slots.dtype)[:, None, :, None]
-            parts.append((own * value[:, :, :, None]).flatten(3))
-        if self.further is not None:
-            parts.append(torch.einsum("bhne,hex->bhnx", value, self.further))
-        return address, torch.cat(parts, -1).reshape(slots.shape[0], heads * n, -1)
+        if self.further is None:
+            return address, value, None
+        return address, value, torch.einsum("bhne,hex->bhnx", value, self.further).flatten(1, 2)
+
+
+def attended(weights: Tensor, values: Tensor) -> Tensor:
+    """U: what weights [..., t, h, n] take of values [..., h, n, e], head beside head [..., t, d]."""
+    return (weights.transpose(-3, -2) @ values).transpose(-3, -2).flatten(-2)
 
 
 class Read(nn.Module):
@@ -154,7 +185,7 @@ class Read(nn.Module):
 
     def __init__(self, width: int, memory_width: int, config: MemoryConfig) -> None:
         super().__init__()
-        self.config, self.d = config, memory_width
+        self.config = config
         if config.read == "both":
             self.alpha = nn.Parameter(torch.tensor([config.alpha]))
         if config.consolidation == "delta" and config.keeps_long_term:
@@ -163,31 +194,39 @@ class Read(nn.Module):
 
     def forward(self, readout: Readout, h: Tensor, opened: Open, span: Span, donate: bool) -> tuple[Tensor, Open]:
         """Read for tokens `h [b, s, t, d]` of segments whose memory is `readout [b, s, ...]`; also the open part after."""
-        u_w, u_l = self.levels(readout, h)
-        if self.config.correction:
-            assert u_w is not None
+        u_w, u_l, corrects = self._answers(readout, h)
+        if corrects is not None:
             assert u_l is not None
-            u_w, keys, values = u_w.split(self.d, -1)
-            u_l, opened = self._correct(u_l, keys, values, opened, span, donate)
+            u_l, opened = self._correct(u_l, *corrects, opened, span, donate)
         if u_w is None or u_l is None:
             return self.out(u_w if u_l is None else u_l), opened
         return self.out(torch.lerp(u_l, u_w, self.alpha)), opened
 
     def levels(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """U_w and U_l [b, s, t, ...]; with the correction step, its keys and values stand behind U_w, and U_l is its queries."""
+        """U_w and U_l [b, s, t, d]; with the correction step, U_l is its queries."""
+        return self._answers(readout, h)[:2]
+
+    def _answers(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Both levels, and of the correction step the keys and values, which are made of U_w."""
         own, others = self.attention(readout, h)
-        u_w = None if own is None else own.flatten(-2) @ readout.working
-        u_l = None if others is None else others.flatten(-2) @ readout.long_term
+        u_w = u_l = corrects = None
+        if own is not None:
+            u_w = attended(own, readout.working)
+            if self.config.correction:  # a product for each: cut out of one, their gradients would have to be joined again
+                keys, values = readout.correcting.chunk(2, -1)
+                corrects = own.flatten(-2) @ keys, own.flatten(-2) @ values
+        if others is not None:
+            u_l = others.flatten(-2) @ readout.long_term if self.config.correction else attended(others, readout.long_term)
         if self.config.keeps_long_term and self.config.consolidation == "delta":
             u_l = self.delta(h, readout.long_term)
-        return u_w, u_l
+        return u_w, u_l, corrects
 
     def attention(self, readout: Readout, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Weights of the working and of the long-term slots [b, s, t, heads, n]; None for a level without slots to read."""
-        config, scores = self.config, h @ readout.address
+        config, scores = self.config, h @ readout.address.mT
         own = others = None
         if config.read != "long_term":
-            mine, scores = scores.split([readout.working.shape[-2], scores.shape[-1] - readout.working.shape[-2]], -1)
+            mine, scores = scores.tensor_split([config.heads * config.slots], -1)
             own = softmax(mine.unflatten(-1, (config.heads, -1)))
         if config.keeps_long_term and config.consolidation != "delta":
             others = compete(scores.unflatten(-1, (config.heads, -1)), config.top_k)
@@ -258,7 +297,7 @@ class MemoryModule(nn.Module):
         perceived: Sequence[Tensor | None] = [None for _ in segments]
         transitions: Sequence[Transition | None] = [None for _ in segments]
         if hasattr(self, "gate_tokens"):
-            perceived = F.relu(self.gate_tokens(h)).mean(2).unbind(1)
+            perceived = F.relu(self.gate_tokens(h), inplace=True).mean(2).unbind(1)
         if hasattr(self, "delta_tokens"):
             transitions = self.delta_tokens(h).unbind()
         before = []
@@ -277,7 +316,7 @@ class MemoryModule(nn.Module):
         """
         perceived = None
         if hasattr(self, "gate_tokens"):
-            seen = F.relu(self.gate_tokens(h))
+            seen = F.relu(self.gate_tokens(h), inplace=True)
             share = None if real is None else real / real.sum(1, keepdim=True)
             perceived = seen.mean(1) if share is None else (share[:, None] @ seen)[:, 0]
         return self._step(memory, h, perceived, None, real)
@@ -299,16 +338,20 @@ class MemoryModule(nn.Module):
     def readout(self, memory: Memory) -> Readout:
         """The memory `[b, ...]` made ready for reading."""
         working, long_term = memory
-        address = long_term.new_zeros(long_term.shape[0], self.width, 0)
-        gives = gives_long = long_term.new_zeros(long_term.shape[0], 0, 0)
+        b = len(long_term)
+        addresses = [long_term.new_zeros(b, 0, self.width)]
+        gives, corrects, gives_long = (long_term.new_zeros(b, *(0 for _ in range(n))) for n in (3, 2, 3))
         if hasattr(self, "readout_working"):
-            address, gives = self.readout_working(working, keep=True)
+            address, gives, further = self.readout_working(working)
+            addresses.append(address)
+            corrects = corrects if further is None else further
         if hasattr(self, "readout_long_term"):
-            further, gives_long = self.readout_long_term(long_term.mean(1), keep=not self.config.correction)
-            address = torch.cat([address, further], -1)
+            address, gives_long, further = self.readout_long_term(long_term.mean(1))
+            addresses.append(address)
+            gives_long = gives_long if further is None else further
         elif self.config.keeps_long_term:
             gives_long = long_term
-        return Readout(address, gives, gives_long)
+        return Readout(torch.cat(addresses, 1), gives, corrects, gives_long)
 
 
 def memory_shapes(model: Remembering) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -33,9 +33,10 @@ class Memory(NamedTuple):
 class Readout(NamedTuple):
     """A memory made ready for reading by one set of read parameters; constant through a segment, derived from the memory."""
 
-    address: Tensor  # [b, d, r] token features times this are the scores of the slots, per head
-    working: Tensor  # [b, r, x] what one unit of attention on a working slot contributes
-    long_term: Tensor  # [b, r, x] the same for long-term slots, or the associative matrices [b, c, k, v]
+    address: Tensor  # [b, h * n, d] token features times this are the scores of the slots, per head
+    working: Tensor  # [b, h, n, e] what attention on a working slot gives to U_w
+    correcting: Tensor  # [b, h * n, 2 d] and to the keys and values of the correction step
+    long_term: Tensor  # [b, h, n, e] to U_l; [b, h * n, d] to the correction's queries; or the associative matrices [b, c, k, v]
 
 
 class Open(NamedTuple):

@@ -79,14 +79,20 @@ def test_settings_that_cannot_be_are_named_all_at_once() -> None:
     assert len(caught.value.problems) == 4
 
 
-def test_a_curriculum_waits_for_each_stage_and_ends_with_the_last() -> None:
-    plan = Curriculum([1, 2, 8], pass_=0.94, enough=1.0, over=3)
-    assert not any(plan.note(0.8) for _ in range(10))
-    assert plan.stage == 0
-    assert [plan.note(0.95) for _ in range(3)] == [False] * 3
-    assert plan.stage == 1
-    assert set(plan.draw(np.random.default_rng(i)) for i in range(20)) == {1, 2}  # noqa: C401
-    assert [plan.note(1.0) for _ in range(6)] == [False] * 5 + [True]
+def test_a_curriculum_waits_for_each_stage_and_stays_at_the_last() -> None:
+    plan = Curriculum([1, 2, 8], pass_=0.94, over=3)
+
+    def after(*accuracies: float) -> list[int]:
+        stages = []
+        for accuracy in accuracies:
+            plan.note(accuracy)
+            stages.append(plan.stage)
+        return stages
+
+    assert after(*[0.8] * 10) == [0] * 10
+    assert after(0.99, 0.99, 0.99) == [0, 0, 1]
+    assert {plan.draw(np.random.default_rng(i)) for i in range(20)} == {1, 2}
+    assert after(*[1.0] * 8) == [1, 1, *[2] * 6]
 
 
 @pytest.mark.parametrize(("distance", "queries"), [(1, 1), (8, 4), (9, 2), (40, 5)])

@@ -56,7 +56,7 @@ def test_a_bad_call_is_refused_with_its_values(
         (["window=16"], r"keys\.0 is \[24, 2, 16\], this model's \[16, 2, 16\]"),
         (["memory.slots=9"], r"memories\.0\.working is \[9, 32\]"),
         (["memory.consolidation=probe"], r"memories\.0\.long_term is"),
-        (["memory.correction=true"], r"readouts\.0\.working is"),
+        (["memory.correction=true"], r"readouts\.0\.correcting is"),
     ],
 )
 def test_a_state_of_another_model_is_refused(overrides: list[str], message: str) -> None:

@@ -102,8 +102,7 @@ def test_a_trace_finds_the_ids_whose_features_move_what_is_read(changes: list[st
                 pushed = [h.clone() for h in features[:2]]
                 pushed[number // t][0, 0, number % t] += 1e-6 * torch.randn(model.config.width, dtype=torch.float64)
                 for i, (a, b) in enumerate(zip(base, levels(pushed), strict=True)):
-                    width = model.config.memory_width
-                    moved[i] += 0.0 if a is None or b is None else float((a - b)[..., :width].square().sum())
+                    moved[i] += 0.0 if a is None or b is None else float((a - b).square().sum())
             read[number] = [x**0.5 for x in moved]
     for i, shares in enumerate((layer.working, layer.long_term)):
         if shares is None:

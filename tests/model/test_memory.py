@@ -156,6 +156,20 @@ def test_competition_keeps_exactly_k_even_among_ties() -> None:
     assert compete(torch.randn(3, 7), None).sum(-1).allclose(torch.ones(3))
 
 
+@pytest.mark.parametrize("shape", [(40, 20, 8), (3, 30, 40), (2, 6)])
+@pytest.mark.parametrize("top_k", [1, 5])
+def test_competition_is_softmax_with_all_but_the_largest_taken_away(shape: tuple[int, ...], top_k: int) -> None:
+    """In whichever way the largest are found; and so is its gradient."""
+    scores, wanted = torch.randn(shape, dtype=torch.float64, requires_grad=True), torch.randn(shape, dtype=torch.float64)
+    weights = scores.softmax(-1)
+    expected = weights * (weights >= weights.topk(top_k, -1).values[..., -1:])
+    torch.testing.assert_close(compete(scores, top_k), expected)
+    (slope,) = torch.autograd.grad((compete(scores, top_k) * wanted).sum(), scores)
+    torch.testing.assert_close(slope, torch.autograd.grad((expected * wanted).sum(), scores)[0])
+    tied = compete(torch.zeros(shape), top_k)
+    assert set((tied > 0).sum(-1).flatten().tolist()) == {top_k}
+
+
 def test_a_new_memory_of_tokens_recalls_what_followed() -> None:
     """It starts as an induction head: asked with a token, it answers with the value of the one that came behind it."""
     torch.manual_seed(0)
