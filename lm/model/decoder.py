@@ -105,7 +105,9 @@ class PMI(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.rotary = Rotary(config.width // config.heads, config.segment, config.rotary_base)
         self.blocks = nn.ModuleList(Block(config, self.rotary, i in self.layers_with_memory) for i in range(config.layers))
+        _draw(self)  # before there are memories: one seed gives one decoder, with memory on or off
         self.memories = nn.ModuleList(MemoryModule(config) for _ in range(min(n, 1) if self.shared_weights else n))
+        _draw(self.memories)
         self.initial_memory = InitialMemory(config, min(n, 1) if self.shared_state else n)
         self.norm = nn.LayerNorm(config.width)
         self.head = Head(self.embedding)
@@ -116,11 +118,6 @@ class PMI(nn.Module):
         self.register_buffer("causal", torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf), persistent=False)
 
     def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
         for block in cast(Iterable[Block], self.blocks):
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.fall.weight)
@@ -413,6 +410,15 @@ class PMI(nn.Module):
             new = self._readouts(self._memory(r), chosen)
             refreshed.append(map_tensors(lambda a, b: copy(a, 0, lanes, b[:, 0]), old, new))
         return tuple(refreshed)
+
+
+def _draw(part: nn.Module) -> None:
+    """Draw the projections in `part` with variance 1 / fan-in."""
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def _float32(device: torch.device) -> torch.autocast:

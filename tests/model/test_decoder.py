@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lm.config import ModelConfig
+from lm.config import ModelConfig, load_model_config
 from lm.model import PMI, decoder
 from lm.model.decoder import SquaredReLU
 from tests.model.variants import BASE, build
@@ -89,3 +89,19 @@ def test_a_call_longer_than_one_pass_equals_one_pass(monkeypatch: pytest.MonkeyP
     for one, other in zip(after.memories, after_cut.memories, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert after.position.tolist() == after_cut.position.tolist()
+
+
+@pytest.mark.parametrize("overrides", [[], ["memory.consolidation=delta", "memory.read=long_term"], ["memory.scope=global"]])
+def test_one_seed_gives_one_decoder_with_memory_on_or_off(overrides: list[str]) -> None:
+    """So runs with and without memory start as the same function, and differ by what memory does."""
+    models = []
+    for changes in (overrides, ["memory=off"]):
+        torch.manual_seed(3)
+        models.append(PMI(load_model_config("tiny", changes)).eval())
+    on, off = (model.state_dict() for model in models)
+    assert len(on) > len(off)
+    assert all(torch.equal(on[name], weight) for name, weight in off.items())
+    tokens = torch.randint(0, 257, (2, 3 * models[0].config.segment))
+    with torch.no_grad():
+        (said, _), (expected, _) = (model(tokens, model.initial_state(2)) for model in models)
+    torch.testing.assert_close(said, expected)
