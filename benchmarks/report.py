@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from benchmarks.measure import RESULTS
+from lm.evaluation.babilong import parse_length
 
 
 def spread(value: dict[str, float] | None) -> str:
@@ -123,6 +124,25 @@ def recalls() -> list[str]:
     return [*lines, ""]
 
 
+def facts() -> list[str]:
+    """BABILong at each length, exact match with Wilson intervals, beside the set's most frequent answer."""
+    path = RESULTS / "memory_babilong.json"
+    if not path.is_file():
+        return []
+    result = json.loads(path.read_text())
+    lengths = list(dict.fromkeys(x["length"] for row in result["rows"] for x in row["asked"]))
+    lengths.sort(key=parse_length)
+    lines = ["| | parameters | steps | s | " + " | ".join(f"at {n}" for n in lengths) + " |", "|---" * (4 + len(lengths)) + "|"]
+    for row in sorted(result["rows"], key=lambda row: (row["task"], ("on", "window", "rmt").index(row["contender"]))):
+        asked = {x["length"]: f"{x['accuracy']:.3f} ({x['low']:.3f}-{x['high']:.3f}), {x['samples']}" for x in row["asked"]}
+        cells = [f"{row['task']}, {row['contender']}", f"{row['parameters']:,}", f"{row['steps']}", f"{row['seconds']:.0f}"]
+        lines.append("| " + " | ".join([*cells, *(asked.get(n, "") for n in lengths)]) + " |")
+    for task in dict.fromkeys(row["task"] for row in result["rows"]):
+        usual = (f"{share:.3f}" if (share := result["usual"].get(f"{task} at {n}")) is not None else "" for n in lengths)
+        lines.append(f"| {task}, most frequent answer | | | | " + " | ".join(usual) + " |")
+    return [*lines, ""]
+
+
 def stability() -> list[str]:
     """A million tokens in one session, stretch by stretch: above the same books read alone, and the memory's size."""
     path = RESULTS / "memory_stability.json"
@@ -159,6 +179,6 @@ def costs() -> list[str]:
 
 if __name__ == "__main__":
     if "--memory" in sys.argv:
-        print("\n".join([*texts(), *recalls(), *stability(), *costs()]))
+        print("\n".join([*texts(), *recalls(), *facts(), *stability(), *costs()]))
         sys.exit()
     print("\n".join([*([*training(), "", *stages()] if "--all" in sys.argv else summary()), "", *streams()]))

@@ -21,7 +21,7 @@ def load_data(config: ReasonConfig, source: Path | None, cache: Path | None) -> 
         return cifar.load(data, source, cache)
     if source is not None:
         raise UserError(f"--data {source}: {data.task} is generated and reads no data; leave --data out")
-    return clevr.load(data, source, cache) if data.task == "clevr" else triangles.load(data, source, cache)
+    return clevr.load(data, cache) if data.task == "clevr" else triangles.load(data, cache)
 
 
 def build(config: ReasonConfig, dataset: Dataset, seed: int) -> Reasoner:

@@ -1,20 +1,23 @@
 """The commands `pmi reason run`, `report` and `look`: the paper's question answering, triangles and pictures."""
 
-import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.table import Table
 
-from lm.commands import Commands, stderr, stdout
+from lm.commands import Commands, Device, stderr, stdout
 from lm.errors import UserError, collecting, noting
 
 app = Commands(help="Reasoning with the memory: bAbI, Sort-of-CLEVR, triangles, CIFAR-10, with the paper's comparisons.")
 
 Data = Annotated[Path | None, typer.Option(help="Of babi and cifar: the archive or folder to read.")]
 Cache = Annotated[Path | None, typer.Option(help="Where data sets are kept. Default: the user's cache folder, pmi/reason.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda (GPUs are untested so far).")]
+
+LONGEST_MODEL = 22
+"""Characters of a model's name: what names rows so shortly is not broken over lines."""
 
 
 def mount(commands: Commands) -> None:
@@ -52,7 +55,7 @@ def run(
     from lm.reasoning.build import load_data
     from lm.reasoning.config import load_reason_config
     from lm.reasoning.tasks.dataset import cache_folder
-    from lm.reasoning.training import RESULT, Run
+    from lm.reasoning.training import RESULT, Run, alone
 
     changes, configs = list(set_), []
     with collecting() as problems:
@@ -61,7 +64,10 @@ def run(
         if tasks is not None:
             if task != "babi":
                 problems.append(f"--tasks {tasks}: only babi has several; leave it out")
-            changes.append(f"data.tasks=[{tasks}]")
+            elif not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", tasks):
+                problems.append(f"--tasks {tasks!r}: must be numbers of tasks, 1 to 20, with commas between them, such as 1,2,6")
+            else:
+                changes.append(f"data.tasks=[{tasks}]")
         names = list(dict.fromkeys(name.strip() for name in model.split(",")))
         for name in names:
             with noting(problems):
@@ -78,13 +84,16 @@ def run(
         stdout.print(f"wrote {folder / 'samples.png'}", markup=False, highlight=False)
     for number in range(1, runs + 1):
         for config in configs:
-            training = Run(config, dataset, number, folder / config.model / f"run-{number}", target)
-            if (training.out / RESULT).is_file():
-                continue
-            if not training.train(stderr, f"{task} {config.model} run {number}"):
-                stderr.print(f"stopped behind step {training.step}, saved. To go on, run the same command again", soft_wrap=True)
-                raise typer.Exit(130)
-            training.finish()
+            place = folder / config.model / f"run-{number}"
+            with alone(place):
+                training = Run(config, dataset, number, place, target)
+                if (place / RESULT).is_file():
+                    continue
+                if not training.train(stderr, f"{task} {config.model} run {number}"):
+                    said = f"stopped behind step {training.step}, saved. To go on, run the same command again"
+                    stderr.print(said, soft_wrap=True)
+                    raise typer.Exit(130)
+                training.finish()
     outcomes = [
         found for name in names for found in report.collect(folder / name) if found.seed <= runs and found.preset == preset
     ]
@@ -114,15 +123,22 @@ def report_(
     from lm.reasoning.tasks.dataset import write_json
 
     outcomes = report.collect(source)
+    for run in report.unfinished(source):
+        stderr.print(f"note: {run} is not finished and left out", markup=False, soft_wrap=True)
     folder = out or (source if source.is_dir() else source.parent)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text(report.markdown(outcomes))
     if source != folder / report.REPORT:
         write_json(folder / report.REPORT, report.as_json(outcomes))
-    for task in dict.fromkeys(outcome.task for outcome in outcomes):
-        pictures.curves([outcome for outcome in outcomes if outcome.task == task], folder / f"{task}.png")
+    drawn: list[str] = []
+    for runs in report.comparable(outcomes):
+        task, already = runs[0].task, sum(name.startswith(runs[0].task) for name in drawn)
+        name = f"{task}-{already + 1}.png" if already else f"{task}.png"
+        if pictures.curves(runs, folder / name):
+            drawn.append(name)
     _show(report.summary(outcomes))
-    stdout.print(f"wrote {folder}: report.md, report.json and a PNG for each task", markup=False, highlight=False, soft_wrap=True)
+    written = ", ".join(["report.md", report.REPORT, *drawn])
+    stdout.print(f"wrote {folder}: {written}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: pmi reason look runs/reason/babi/pmi-tr-m/run-1 --data babi.tar.gz --samples 4")
@@ -141,17 +157,20 @@ def look(
     from lm.reasoning.build import load_data
     from lm.reasoning.config import ReasonConfig
     from lm.reasoning.tasks.dataset import cache_folder, write_json
-    from lm.reasoning.training import REQUEST, STATE, load_model
+    from lm.reasoning.training import REQUEST, STATE, load_model, read_request
 
     with collecting() as problems:
         if not (run / REQUEST).is_file() or not (run / STATE).is_file():
             problems.append(f"{run}: is not the folder of a run ({REQUEST} and {STATE}); give OUT/TASK/MODEL/run-N")
         with noting(problems):
             target = resolve_device(device)
-    config = validate(ReasonConfig, json.loads((run / REQUEST).read_text())["config"], str(run))
+    request = read_request(run)
+    config = validate(ReasonConfig, request["config"], str(run / REQUEST))
     if config.encoder.memory is None:
         raise UserError(f"{run}: model {config.model} has no memory to look into; give a run of a pmi-tr model")
     dataset = load_data(config, data, cache or cache_folder())
+    if request.get("data_fingerprint", dataset.fingerprint) != dataset.fingerprint:
+        raise UserError(f"{run}: was trained on other data than these; give the --data that it was trained on")
     model = load_model(run, dataset, config).to(target)
     rows, folder = pictures.chosen(dataset, samples), out or run
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,8 +215,13 @@ def explain(
 
 
 def _show(sheets: list[Any]) -> None:
+    """Tables that say everything in 80 columns, too: no name is cut, and a column without any value is left out."""
     for sheet in sheets:
-        table = Table(*sheet.header, title=sheet.title)
+        table = Table(title=sheet.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        shown = [i for i in range(len(sheet.header)) if any(row[i] for row in sheet.rows)]
+        whole = max(len(row[0]) for row in sheet.rows) <= LONGEST_MODEL
+        for i in shown:
+            table.add_column(sheet.header[i], no_wrap=i == 0 and whole, overflow="fold")
         for row in sheet.rows:
-            table.add_row(*row)
+            table.add_row(*(row[i] for i in shown))
         stdout.print(table)

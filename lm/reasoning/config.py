@@ -14,6 +14,8 @@ from lm.errors import collecting
 PRESETS = ("cpu", "paper")
 SIZES = ("s", "m", "l")
 TASKS = ("babi", "clevr", "triangles", "cifar")
+NAMED = {"task": "TASK", "data.task": "TASK", "model": "--model", "preset": "--preset"}
+"""Keys that are no changes to a preset, but which one it is."""
 
 
 class EncoderConfig(Schema):
@@ -47,6 +49,8 @@ class EncoderConfig(Schema):
         width = info.data.get("width")
         if width and width % heads:
             raise ValueError(f"{heads} does not divide width {width}")
+        if heads < 2 and info.data.get("mixer") == "sparse":
+            raise ValueError("mixer sparse needs 2 heads or more, for local and for strided ones; raise it")
         return heads
 
     @field_validator("memory")
@@ -84,6 +88,13 @@ class BabiData(Schema):
     """Which of the 20, all in one training set."""
     sentences: int = Field(ge=1, le=1024)
     """Only the last so many of a story are read."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _each_once(cls, tasks: list[int]) -> list[int]:
+        if len(set(tasks)) < len(tasks):
+            raise ValueError("names a task twice; name each once")
+        return tasks
 
 
 class PictureData(Schema):
@@ -133,6 +144,8 @@ class ReasonTraining(Schema):
     """Samples per step."""
     pool: int = Field(1, ge=1)
     """Batches that are drawn together and sorted by length, so that less is padding (1: as drawn)."""
+    together: int = Field(1, ge=1)
+    """Questions about one picture that stand in a batch together, so that it is seen once for all of them."""
     lr: float = Field(gt=0)
     """Learning rate of Adam (of AdamW, with weight decay)."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -166,6 +179,12 @@ class ReasonConfig(Schema):
     encoder: EncoderConfig
     data: BabiData | ClevrData | TrianglesData | CifarData = Field(discriminator="task")
     training: ReasonTraining
+
+    @model_validator(mode="after")
+    def _data_of_the_task(self) -> "ReasonConfig":
+        if self.data.task != self.task:
+            raise ValueError(f"data.task is {self.data.task}, but the task is {self.task}; make them the same")
+        return self
 
     @model_validator(mode="after")
     def _question_to_read_from(self) -> "ReasonConfig":
@@ -207,8 +226,11 @@ def load_reason_config(task: str, model: str, preset: str, overrides: Sequence[s
     values = merged(merged(values, {"encoder": sizes[size or usual]}), models[base])
     if values["encoder"].get("mixer", "memory") != "memory":
         del values["encoder"]["memory"]
-    values = override({"task": task, "model": model, "preset": preset, **values}, overrides)
     values["data"]["task"] = task
+    with collecting() as problems:
+        for key in {item.partition("=")[0] for item in overrides} & NAMED.keys():
+            problems.append(f"--set {key}: is chosen by {NAMED[key]}; leave it out")
+    values = override({"task": task, "model": model, "preset": preset, **values}, overrides)
     return validate(ReasonConfig, values, f"{task}, {model}, {preset}")
 
 

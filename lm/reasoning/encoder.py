@@ -1,6 +1,6 @@
 """Encoders that reason: what is perceived goes through layers whose mixing part is chosen by configuration.
 
-    model = Reasoner(config.encoder, dataset.perception(config), len(dataset.answers))
+    model = Reasoner(config.encoder, perception, len(dataset.answers))      # all of it from a configuration: build.py
     logits = model(inputs)                              # [b, answers]
 
 - perceptions, at their end the question and a class token; pre-norm layers of a mixing part and a feed-forward network
@@ -57,7 +57,7 @@ class SelfAttention(Attention):
 
 
 class SparseAttention(Attention):
-    """Factorised heads (Child et al., 2019): some see the block around a position, the others every stride-th position."""
+    """Factorised heads (Child et al., 2019): some see the block a position is in, the others every stride-th position."""
 
     def mix(self, x: Tensor, span: Span) -> Tensor:
         """What every position takes from those that its heads see."""

@@ -72,9 +72,11 @@ class Pictures(Perception):
         raise NotImplementedError
 
     def forward(self, inputs: dict[str, Tensor]) -> Perceived:
-        """`picture [b, side, side, channels]` bytes, `question [b, choices]`."""
+        """`picture [p, side, side, channels]` bytes; with questions `question [b, choices]`, `at [b]`: which picture each is of."""
         picture = (inputs["picture"].permute(0, 3, 1, 2).float() - self.ground) / 127.5
         x = self.see(picture) + self.places
+        if "at" in inputs:
+            x = F.embedding(inputs["at"], x.flatten(1)).unflatten(1, x.shape[1:])
         if self.question is not None:
             x = torch.cat([x, self.question(inputs["question"])], 1)
         return x, None

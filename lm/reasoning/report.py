@@ -7,20 +7,22 @@ command.
 """
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from lm.config import Schema, validate
 from lm.errors import UserError
 from lm.reasoning import paper
 from lm.reasoning.build import build
 from lm.reasoning.config import load_reason_config, reason_models
 from lm.reasoning.tasks.dataset import Dataset
-from lm.reasoning.training import METRICS, RESULT, parameters
+from lm.reasoning.training import REQUEST, RESULT, parameters, read_metrics
 
 REPORT = "report.json"
 FAILED = 0.05
@@ -28,11 +30,10 @@ FAILED = 0.05
 BASE = "pmi-tr"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Schema):
     """One finished run."""
 
-    task: str
+    task: Literal["babi", "clevr", "triangles", "cifar"]
     model: str
     preset: str
     seed: int
@@ -72,27 +73,50 @@ class Sheet:
 def collect(source: Path) -> list[Outcome]:
     """All finished runs beneath a folder, or those in a report.json."""
     if source.is_file():
-        try:
-            return [Outcome(**row) for row in json.loads(source.read_text())["runs"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{source}: is not a report of `pmi reason report` ({error})") from error
+        rows = _json(source, "give a report.json of `pmi reason report`, or the --out of `pmi reason run`").get("runs")
+        if not isinstance(rows, list) or not rows:
+            raise UserError(f"{source}: holds no runs; give a {REPORT} of `pmi reason report`, or the --out of `pmi reason run`")
+        return [validate(Outcome, row, f"{source}, run {number}") for number, row in enumerate(rows, 1)]
     found = []
     for path in sorted(source.rglob(RESULT)):
-        metrics = path.parent / METRICS
-        curve = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-        found.append(Outcome(**json.loads(path.read_text()), curve=curve))
+        result = _json(path, "remove it, and the command of the run measures it again")
+        found.append(validate(Outcome, {**result, "curve": read_metrics(path.parent)}, str(path)))
     if not found:
         raise UserError(f"{source}: no finished run there; give the --out of `pmi reason run`, or a {REPORT}")
     return found
 
 
+def unfinished(source: Path) -> list[Path]:
+    """The runs beneath a folder that have not come to their end."""
+    return [path.parent for path in sorted(source.rglob(REQUEST)) if not (path.parent / RESULT).is_file()]
+
+
+def _json(path: Path, hint: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}); {hint}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is no JSON mapping; {hint}")
+    return found
+
+
+def comparable(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Runs that may stand in one table: of one task and preset, on the same data and the same questions, for as many steps."""
+    found: dict[str, list[Outcome]] = {}
+    tasks = [outcome.task for outcome in outcomes]
+    for outcome in sorted(outcomes, key=lambda outcome: tasks.index(outcome.task)):
+        data = {key: value for key, value in outcome.config.get("data", {}).items() if key != "patch"}
+        alike = [outcome.task, outcome.preset, outcome.groups, outcome.count, outcome.steps, outcome.batch, data]
+        found.setdefault(json.dumps(alike, sort_keys=True), []).append(outcome)
+    return list(found.values())
+
+
 def summary(outcomes: Sequence[Outcome]) -> list[Sheet]:
     """The tables of all tasks."""
     sheets = []
-    for task in dict.fromkeys(outcome.task for outcome in outcomes):
-        for preset in dict.fromkeys(outcome.preset for outcome in outcomes if outcome.task == task):
-            chosen = [outcome for outcome in outcomes if (outcome.task, outcome.preset) == (task, preset)]
-            sheets += [_overview(task, preset, chosen), _by_group(task, chosen), _comparison(chosen)]
+    for runs in comparable(outcomes):
+        sheets += [_overview(runs), _by_group(runs), _comparison(runs)]
     return [sheet for sheet in sheets if sheet.rows]
 
 
@@ -103,8 +127,9 @@ def _models(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return found
 
 
-def _overview(task: str, preset: str, outcomes: Sequence[Outcome]) -> Sheet:
+def _overview(outcomes: Sequence[Outcome]) -> Sheet:
     """One row a model: size, budget, and what was reached."""
+    task, preset = outcomes[0].task, outcomes[0].preset
     measure = "error" if task == "babi" else "accuracy"
     header = ["model", "runs", "parameters", "paper's", "steps x batch", "s/run", f"mean {measure} %", "best"]
     header += ["failed tasks", "paper's mean error %"] if task == "babi" else ["paper's accuracy %"]
@@ -113,10 +138,11 @@ def _overview(task: str, preset: str, outcomes: Sequence[Outcome]) -> Sheet:
         values = [100 * (1 - run.mean if task == "babi" else run.mean) for run in runs]
         best = min(values) if task == "babi" else max(values)
         theirs = paper.lookup(paper.PARAMETERS[task], task, model) if preset == "paper" else None  # of other sizes
-        row = [model, str(len(runs)), f"{runs[0].parameters / 1e6:.2f}M", f"{theirs}M" if theirs else "", _budget(runs)]
-        row += [f"{np.median([run.seconds for run in runs]):.0f}", spread(values), f"{best:.2f}"]
+        row = [model, str(len(runs)), f"{runs[0].parameters / 1e6:.2f}M", f"{theirs}M" if theirs else ""]
+        row += [f"{runs[0].steps:,} x {runs[0].batch}", f"{np.median([run.seconds for run in runs]):.0f}"]
+        row += [spread(values), f"{best:.2f}"]
         if task == "babi":
-            failed = [sum(1 - share > FAILED for share in run.accuracy) for run in runs]
+            failed = [sum(n - right > FAILED * n for right, n in zip(run.right, run.count, strict=True)) for run in runs]
             row += [", ".join(map(str, failed)), paper.lookup(paper.BABI_ERROR, task, model) or ""]
         else:
             accuracies = paper.lookup(paper.ACCURACY[task], task, model)
@@ -128,14 +154,10 @@ def _overview(task: str, preset: str, outcomes: Sequence[Outcome]) -> Sheet:
     return Sheet(f"{task}: {what}", header, rows)
 
 
-def _budget(runs: Sequence[Outcome]) -> str:
-    return ", ".join(dict.fromkeys(f"{run.steps:,} x {run.batch}" for run in runs))
-
-
-def _by_group(task: str, outcomes: Sequence[Outcome]) -> Sheet:
-    """One row a group of questions, one column a model."""
-    groups, models = outcomes[0].groups, _models(outcomes)
-    if len(groups) == 1 or any(outcome.groups != groups for outcome in outcomes):
+def _by_group(outcomes: Sequence[Outcome]) -> Sheet:
+    """One row a group of questions, one column a model; or the other way round where there are more models than groups."""
+    task, groups, models = outcomes[0].task, outcomes[0].groups, _models(outcomes)
+    if len(groups) == 1:
         return Sheet("", [], [])
     error = task == "babi"
     header = [f"{task}, {'error' if error else 'accuracy'} %", *models, "usual answer", "paper's PMI-TR"]
@@ -145,6 +167,8 @@ def _by_group(task: str, outcomes: Sequence[Outcome]) -> Sheet:
         base = paper.lookup(paper.ACCURACY.get(task, {}), task, BASE) or []
         theirs = paper.BABI_BY_TASK.get(group) if error else base[number]
         rows.append([group, *cells, f"{100 * abs(error - outcomes[0].guess[number]):.1f}", str(theirs)])
+    if len(models) > len(groups):
+        header, *rows = ([*row] for row in zip(header, *rows, strict=True))
     return Sheet(f"{task}: by kind of question, test set", header, rows)
 
 
@@ -193,10 +217,12 @@ def verdict(ours: Sequence[float], others: Sequence[float]) -> str:
     """In words: better or worse only where every run of one is beyond every run of the other, and there are two of each."""
     if min(len(ours), len(others)) < 2:
         return "one run only: no verdict"
+    orders = math.comb(len(ours) + len(others), len(ours))  # of the runs of equal models; in two of them all are apart
+    chance = f"by chance 1 time in {orders // 2}"
     if min(ours) > max(others):
-        return "better: every run above every run of the other"
+        return f"better: every run above every run of the other ({chance})"
     if max(ours) < min(others):
-        return "worse: every run below every run of the other"
+        return f"worse: every run below every run of the other ({chance})"
     return "no clear difference: the runs overlap"
 
 
@@ -217,4 +243,4 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What `collect` reads again."""
-    return {"runs": [asdict(outcome) for outcome in outcomes]}
+    return {"runs": [outcome.model_dump() for outcome in outcomes]}

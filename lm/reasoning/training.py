@@ -1,16 +1,20 @@
 """Training one model on one task, once: resumable, deterministic by seed.
 
-OUT/request.json        the whole configuration and the seed; the same command goes on with the run
+OUT/request.json        the whole configuration, the seed and which data; the same command goes on with the run
 OUT/state.safetensors   weights, optimiser and step: one file, replaced as a whole
 OUT/metrics.jsonl       a line per evaluation of the validation set
 OUT/result.json         the test set, when training is over
+OUT/lock                held while a process trains there
 
 Everything random in a step is drawn from (seed, step), so a run that was killed and went on ends with the same bits.
 """
 
+import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +36,22 @@ from lm.reasoning.tasks.dataset import Array, Dataset, evaluation_batches, order
 from lm.training.loop import learning_rate
 from lm.training.signals import StopRequest
 
-REQUEST, STATE, METRICS, RESULT = "request.json", "state.safetensors", "metrics.jsonl", "result.json"
+REQUEST, STATE, METRICS, RESULT, LOCK = "request.json", "state.safetensors", "metrics.jsonl", "result.json", "lock"
 SAVE_EVERY = 20.0
 """Seconds between saves."""
 EVALUATION_BATCH = 256
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """The folder of a run, for one process at a time; UserError where another has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{out}: another process is training there; wait for it to end, or choose another --out") from error
+        yield
 
 
 class Run:
@@ -43,11 +59,13 @@ class Run:
 
     def __init__(self, config: ReasonConfig, dataset: Dataset, seed: int, out: Path, device: torch.device) -> None:
         self.config, self.dataset, self.seed, self.out, self.device = config, dataset, seed, out, device
-        training = config.training
-        self.per_epoch = max(1, len(dataset.splits["train"]) // training.batch)
+        training, samples = config.training, len(dataset.splits["train"])
+        self.model = build(config, dataset, seed).to(device)
+        if training.batch > samples:
+            raise UserError(f"training.batch: {training.batch:,} is more than the training set's {samples:,} samples; lower it")
+        self.per_epoch = samples // training.batch
         self.steps = training.steps or self.per_epoch * (training.epochs or 1)
         self._claim()
-        self.model = build(config, dataset, seed).to(device)
         self.optimiser = optimiser_for(self.model, training)
         self.step, self.seconds = 0, 0.0
         self._epoch: tuple[int, list[Array]] = (-1, [])
@@ -98,7 +116,8 @@ class Run:
     def _train_step(self, rate: float) -> float:
         epoch, within = divmod(self.step, self.per_epoch)
         if self._epoch[0] != epoch:
-            batches = order(self.dataset, self.config.training.batch, self.config.training.pool, self.seed, epoch)
+            drawn = self.config.training
+            batches = order(self.dataset, drawn.batch, drawn.pool, self.seed, epoch, drawn.together)
             self._epoch = (epoch, batches)
         torch.manual_seed((self.seed << 32) + self.step)  # dropout
         inputs, answers = self.dataset.batch("train", self._epoch[1][within], self.device)
@@ -107,7 +126,8 @@ class Run:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.clip)
         if not bool(norm.isfinite()):
-            raise UserError(f"step {self.step}: the gradient is not finite; lower --set training.lr={self.config.training.lr}")
+            lower = f"take a lower training.lr than {self.config.training.lr:g}, and another --out"
+            raise UserError(f"{self.out}, step {self.step}: the gradient is not finite; {lower}")
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.step()
@@ -126,10 +146,13 @@ class Run:
 
     def _claim(self) -> None:
         """Make the folder this run's; UserError where it is another's."""
-        request = {"seed": self.seed, "answers": len(self.dataset.answers), "config": self.config.model_dump(mode="json")}
+        request = {
+            "seed": self.seed, "answers": len(self.dataset.answers), "data_fingerprint": self.dataset.fingerprint,
+            "config": self.config.model_dump(mode="json"),
+        }  # fmt: skip
         path = self.out / REQUEST
-        if path.is_file():
-            had = json.loads(path.read_text())
+        if (self.out / STATE).is_file() or (self.out / RESULT).is_file():  # before that there is nothing to lose
+            had = {"data_fingerprint": self.dataset.fingerprint, **read_request(self.out)}  # earlier runs do not name their data
             if had != request:
                 other = [f"{key} {a!r}, now {b!r}" for key, a, b in differences(had, request)]
                 raise UserError(f"{self.out}: is of a run with {'; '.join(other)}. Choose another --out, or the same settings")
@@ -153,32 +176,68 @@ class Run:
             (self.out / METRICS).unlink(missing_ok=True)
             return
         tensors, metadata = read_state(path)
+        fill(self.model, tensors, path)
         self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
-        self.model.load_state_dict(_under(tensors, "model."))
         for key in ("step", "exp_avg", "exp_avg_sq"):
             values = _under(tensors, f"optimiser.{key}.")
             for name, parameter in self.model.named_parameters():
                 if name in values:
                     self.optimiser.state[parameter][key] = values[name].to(self.device if key != "step" else "cpu")
-        if (self.out / METRICS).is_file():  # what was measured behind the save is measured again
-            rows = [line for line in (self.out / METRICS).read_text().splitlines() if line.endswith("}")]
-            kept = [line for line in rows if json.loads(line)["step"] <= self.step]
-            (self.out / METRICS).write_text("".join(f"{line}\n" for line in kept))
+        kept = [row for row in read_metrics(self.out) if row["step"] <= self.step]  # what is behind the save is measured again
+        (self.out / METRICS).write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+
+
+def read_request(run: Path) -> dict[str, Any]:
+    """What a run's folder was asked for."""
+    path = run / REQUEST
+    try:
+        request = json.loads(path.read_bytes())
+        if not isinstance(request["config"], dict):
+            raise TypeError("config is no mapping")
+    except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
+        raise UserError(f"{path}: missing or damaged ({error!r}); restore it, or remove {run} to begin this run again") from error
+    return dict(request)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The points of a run's curve. Behind the last newline there is nothing, or half a line of a run that was killed."""
+    path = run / METRICS
+    rows = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows.append({**row, "step": int(row["step"]), "accuracy": [float(share) for share in row["accuracy"]]})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path}, line {number}: damaged ({error!r}); take the line out (the curve loses a point)") from error
+    return rows
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the notes of a run's state."""
+    """The tensors and the notes (step, seconds) of a run's state."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (not a mapping)
+            notes = file.metadata() or {}
+            if missing := {"step", "seconds"} - notes.keys():
+                raise SafetensorError(f"it does not say {' and '.join(sorted(missing))}")
+            return {name: file.get_tensor(name) for name in file.keys()}, notes  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise UserError(f"{path}: cannot be read ({error}); remove it to begin this run again") from error
+
+
+def fill(model: Reasoner, tensors: dict[str, Tensor], path: Path) -> None:
+    """The weights of a state; UserError where they are not this model's."""
+    try:
+        model.load_state_dict(_under(tensors, "model."))
+    except RuntimeError as error:
+        other = "its weights are not those of this model on these data; give the --data of the run"
+        raise UserError(f"{path}: {other}, or remove the file to begin the run again") from error
 
 
 def load_model(run: Path, dataset: Dataset, config: ReasonConfig) -> Reasoner:
     """The trained model in a run's folder."""
     model = build(config, dataset, 0)
-    model.load_state_dict(_under(read_state(run / STATE)[0], "model."))
+    fill(model, read_state(run / STATE)[0], run / STATE)
     return model.eval()
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.data.files import sha256_of
 from lm.errors import UserError
 from lm.evaluation.babilong import Question, read_questions
 from lm.reasoning.config import BabiData
-from lm.reasoning.tasks.dataset import Array, Dataset, Split, cached
+from lm.reasoning.tasks.dataset import Array, Dataset, Split, cached, files_in
 
 NAMES = (
     "Single Supporting Fact", "Two Supporting Facts", "Three Supporting Facts", "Two Arg. Relations", "Three Arg. Relations",
@@ -33,8 +32,7 @@ def load(config: BabiData, source: Path | None, cache: Path | None) -> Dataset:
         raise UserError("babi: give the data with --data PATH: the public tasks_1-20_v1-2.tar.gz, another archive, or a folder")
     if not source.exists():
         raise UserError(f"--data {source}: there is no such file or folder")
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("qa*.txt") if path.is_file())
-    key = {"data": config.model_dump(), "files": [[path.name, sha256_of(path)] for path in files]}
+    key = {"data": config.model_dump(), "files": files_in(source)}
     return cached(cache, "babi", key, lambda: read(config, source))
 
 
@@ -51,6 +49,12 @@ def read(config: BabiData, source: Path) -> Dataset:
         for name, asked in found["train"].items():
             kept = len(asked) - len(asked) // 10
             found["train"][name], found["valid"][name] = asked[:kept], asked[kept:]
+    else:
+        for task, name in zip(config.tasks, names, strict=True):
+            train = without(found["train"][name], found["valid"][name])
+            if len(train) < len(found["train"][name]):
+                notes.append(f"task {task}: its validation questions were also among those of training, and were taken out there")
+                found["train"][name] = train
     for task, name in zip(config.tasks, names, strict=True):
         if (count := len(found["train"][name])) < FULL:
             notes.append(f"task {task} is trained on {count:,} questions (not the 10k version)")
@@ -71,6 +75,24 @@ def read(config: BabiData, source: Path) -> Dataset:
     about = {"vocabulary": len(words.words) + 1, "words": tables["sentences"].shape[1], "sentences": config.sentences}
     about["text"] = list(words.words)
     return Dataset(splits, tables, answers, groups, notes + cut, about)
+
+
+def without(train: list[Question], valid: list[Question]) -> list[Question]:
+    """Training questions without those of validation, where all of them are among them.
+
+    The public archive has each task twice: all 10,000 training questions, and the same cut into training and validation. Single
+    questions that both parts have by chance stay, as the short stories of task 4 do.
+    """
+    left = Counter(valid)
+    if left - Counter(train):
+        return train
+    found = []
+    for question in train:
+        if left[question]:
+            left[question] -= 1
+        else:
+            found.append(question)
+    return found
 
 
 class Vocabulary:

@@ -1,7 +1,8 @@
 """Sort-of-CLEVR (Santoro et al., 2017) with the ternary questions of the paper: generated, deterministic by seed.
 
-A picture of 75 x 75 pixels has 6 objects of 6 colours, each a circle or a rectangle, that do not touch. On each there are 10
-unary, 10 binary and 10 ternary questions; a question is (colour, other colour or none, which of the nine).
+A picture of 75 x 75 pixels has 6 objects of 6 colours, each a circle or a rectangle, that do not overlap (some stand edge to
+edge). On each there are 10 unary, 10 binary and 10 ternary questions; a question is (colour, other colour or none, which of the
+nine). Where two objects are equally far (1 in 200 "closest", 1 in 2,000 "furthest"), the first in COLOURS counts.
 """
 
 from pathlib import Path
@@ -43,7 +44,7 @@ class Scene(NamedTuple):
     round: Array  # [6] bool
 
 
-def load(config: ClevrData, source: Path | None, cache: Path | None) -> Dataset:
+def load(config: ClevrData, cache: Path | None) -> Dataset:
     """Generate, or take from the cache."""
     key = {"version": VERSION, "data": config.model_dump(exclude={"patch"})}
     return cached(cache, "clevr", key, lambda: generate(config))
@@ -74,7 +75,7 @@ def generate(config: ClevrData) -> Dataset:
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:
-    """Six objects that do not touch."""
+    """Six objects that do not overlap."""
     while True:
         centres: list[Array] = []
         for _ in range(1_000):

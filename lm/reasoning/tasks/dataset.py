@@ -1,5 +1,6 @@
 """A task's data as arrays: what every task module gives, how batches are drawn from it, and the cache it is kept in."""
 
+import functools
 import hashlib
 import json
 import os
@@ -15,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from lm.data.files import write_atomically
+from lm.data.files import sha256_of, write_atomically
 
 SPLITS = ("train", "valid", "test")
-CACHE_FORMAT = "3"
+CACHE_FORMAT = "4"
 Array = NDArray[Any]
 
 
@@ -48,6 +49,15 @@ class Dataset:
     about: dict[str, Any]
     """Sizes that perception is built from."""
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A short hash of all samples: where it is the same, a model is trained and measured on the same."""
+        digest = hashlib.sha256(json.dumps([self.answers, self.groups, self.about]).encode())
+        for name, array in sorted(_arrays(self).items()):
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()[:16]
+
     def guess(self, split: str) -> Array:
         """Per group: the accuracy of always giving the training set's usual answer to this kind of question."""
         train, asked = self.splits["train"], self.splits[split]
@@ -63,7 +73,8 @@ class Dataset:
         else:
             inputs = {name: array[rows] for name, array in part.inputs.items() if name != "at"}
             if "at" in part.inputs:  # many questions to one picture
-                inputs["picture"] = self.tables["pictures"][part.inputs["at"][rows]]
+                shown, inputs["at"] = np.unique(part.inputs["at"][rows], return_inverse=True)
+                inputs["picture"] = self.tables["pictures"][shown]  # each is seen once
         tensors = {name: torch.from_numpy(_plain(array)).to(device) for name, array in inputs.items()}
         return tensors, torch.from_numpy(part.answers[rows].astype(np.int64)).to(device)
 
@@ -87,12 +98,17 @@ class Dataset:
         return self.splits[split].inputs.get("length")
 
 
-def order(dataset: Dataset, batch: int, pool: int, seed: int, epoch: int) -> list[Array]:
-    """The batches of an epoch over the training set: shuffled, in pools sorted by length where lengths differ."""
+def order(dataset: Dataset, batch: int, pool: int, seed: int, epoch: int, together: int = 1) -> list[Array]:
+    """The batches of an epoch over the training set: shuffled, in pools sorted by length where lengths differ.
+
+    Up to `together` questions about one picture stand behind each other.
+    """
     rng = np.random.default_rng([seed, epoch])
     rows = rng.permutation(len(dataset.splits["train"]))
+    if together > 1 and "at" in dataset.splits["train"].inputs:
+        rows = _gathered(rows, dataset.splits["train"].inputs["at"][rows], together, rng)
     lengths = dataset.lengths("train")
-    whole = len(rows) // batch * batch or len(rows)
+    whole = len(rows) // batch * batch
     if lengths is None or pool == 1:
         return [rows[i : i + batch] for i in range(0, whole, batch)]
     batches = []
@@ -101,6 +117,16 @@ def order(dataset: Dataset, batch: int, pool: int, seed: int, epoch: int) -> lis
         part = part[np.argsort(lengths[part], kind="stable")]
         batches += [part[i : i + batch] for i in range(0, len(part), batch)]
     return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def _gathered(rows: Array, at: Array, together: int, rng: np.random.Generator) -> Array:
+    """`rows` in another order: `together` that are `at` the same picture behind each other, and such groups shuffled."""
+    places = np.argsort(at, kind="stable")
+    rows, at = rows[places], at[places]
+    begins = np.flatnonzero(np.diff(at, prepend=-1))
+    within = np.arange(len(at)) - np.repeat(begins, np.diff(begins, append=len(at)))
+    groups = np.cumsum(within % together == 0) - 1
+    return rows[np.argsort(rng.permutation(groups[-1] + 1)[groups], kind="stable")]
 
 
 def evaluation_batches(dataset: Dataset, split: str, most: int | None, batch: int) -> Iterator[Array]:
@@ -124,7 +150,7 @@ def cached(folder: Path | None, name: str, key: dict[str, Any], make: Callable[[
     if path.is_file():
         try:
             return _load(path)
-        except (SafetensorError, KeyError, ValueError):
+        except (SafetensorError, KeyError, TypeError, ValueError):
             path.unlink()
     dataset = make()
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,25 +158,36 @@ def cached(folder: Path | None, name: str, key: dict[str, Any], make: Callable[[
     return dataset
 
 
+def files_in(source: Path) -> list[list[str]]:
+    """Every file of a source with its hash, in folders below it, too: what a key to the cache must say of data that are read."""
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    return [[str(path.relative_to(source)) if source.is_dir() else path.name, sha256_of(path)] for path in files]
+
+
 def cache_folder() -> Path:
     """Where datasets are kept unless told otherwise."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pmi" / "reason"
 
 
-def _save(dataset: Dataset, path: Path) -> None:
+def _arrays(dataset: Dataset) -> dict[str, Array]:
     arrays = {f"table.{name}": array for name, array in dataset.tables.items()}
     for name, split in dataset.splits.items():
         arrays |= {f"{name}.inputs.{key}": array for key, array in split.inputs.items()}
         arrays |= {f"{name}.{key}": getattr(split, key) for key in ("answers", "groups", "kinds")}
-    rest = {key: json.dumps(getattr(dataset, key)) for key in ("answers", "groups", "notes", "about")}
+    return arrays
+
+
+def _save(dataset: Dataset, path: Path) -> None:
+    arrays = {name: np.ascontiguousarray(array) for name, array in _arrays(dataset).items()}
+    rest = {key: json.dumps(getattr(dataset, key)) for key in ("answers", "groups", "notes", "about", "fingerprint")}
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, part, rest)
+    save_file(arrays, part, rest)
     os.replace(part, path)
 
 
 def _load(path: Path) -> Dataset:
     with safe_open(path, "numpy") as file:
-        rest = {key: json.loads(value) for key, value in file.metadata().items()}
+        rest = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     tables = {name.removeprefix("table."): array for name, array in arrays.items() if name.startswith("table.")}
     splits = {}
@@ -158,7 +195,11 @@ def _load(path: Path) -> Dataset:
         prefix = f"{name}.inputs."
         inputs = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
         splits[name] = Split(inputs, *(arrays[f"{name}.{key}"] for key in ("answers", "groups", "kinds")))
-    return Dataset(splits, tables, **rest)
+    fingerprint = rest.pop("fingerprint")
+    dataset = Dataset(splits, tables, **rest)
+    if dataset.fingerprint != fingerprint:
+        raise ValueError(f"{path}: holds other data than were written")
+    return dataset
 
 
 def _plain(array: Array) -> Array:

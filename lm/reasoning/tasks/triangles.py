@@ -1,7 +1,7 @@
 """Equilateral triangles (Ahmad and Omohundro, 1990): three clusters of points; are their centres at equal distances?
 
 Generated, deterministic by seed. Half of the pictures are equilateral; in the others, two corners are an equilateral triangle's
-and the third is elsewhere, so that neither size nor place gives the answer away.
+and the third is elsewhere. The others are larger for it: who knows nothing but the longest side is right in four of five.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ POINTS, SPREAD = 12, 1.5
 VERSION = 1
 
 
-def load(config: TrianglesData, source: Path | None, cache: Path | None) -> Dataset:
+def load(config: TrianglesData, cache: Path | None) -> Dataset:
     """Generate, or take from the cache."""
     key = {"version": VERSION, "data": config.model_dump(exclude={"patch"})}
     return cached(cache, "triangles", key, lambda: generate(config))
