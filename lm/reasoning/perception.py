@@ -72,7 +72,7 @@ class Pictures(Perception):
         raise NotImplementedError
 
     def forward(self, inputs: dict[str, Tensor]) -> Perceived:
-        """`picture [p, side, side, channels]` bytes; with questions `question [b, choices]`, `at [b]`: which picture each is of."""
+        """`picture [p, side, side, channels]` bytes; with questions `question [b, choices]`, `at [b]`: which picture it is of."""
         picture = (inputs["picture"].permute(0, 3, 1, 2).float() - self.ground) / 127.5
         x = self.see(picture) + self.places
         if "at" in inputs:
