@@ -61,7 +61,7 @@ WHY_PARAMETERS = (
     "Parameters differ from the paper's: there, two further slots with two further fragments cost 0.26M and four further heads "
     "0.07M at width 256, so its memory has projections per slot, fragment and head that it does not describe. Here slots share "
     "one projection each for query, key and value, heads split the width, and only the initial memory grows with slots and "
-    "fragments (12k at 8 and 5). The paper gives no width of the feed-forward network either; ours is three times the "
-    "model's, with which TR has the paper's size on CIFAR-10. It counts w/o 2 and w/o 3 like the whole model, as if what they "
+    "fragments (12k at 8 and 5). For these tasks the paper gives no width of the feed-forward network; ours is four times "
+    "the model's, as in its language models. It counts w/o 2 and w/o 3 like the whole model, as if what they "
     "leave out were still there; here it is not. Of ISAB, TR+HSW and the convolutions it gives a count but no sizes."
 )

@@ -155,7 +155,7 @@ def test_parameter_counts_at_the_papers_sizes() -> None:
     memory = 20 * d * d + 12 * d + 5 * d + 1 + (8 + 5 * 8) * d  # projections; norms, biases and gates; probes; alpha; initial
     assert counts["pmi-tr-m"] - counts["tr"] == memory - 4 * d * d
     assert counts["pmi-tr-s"] == counts["pmi-tr-m"] == counts["pmi-tr-l"]  # layers are tied, heads split the width
-    assert counts["tr-hc"] - counts["tr"] == 7 * (4 * d * d + 2 * 2 * d + 2 * d * 768 + 768 + d)
+    assert counts["tr-hc"] - counts["tr"] == 7 * (4 * d * d + 2 * 2 * d + 2 * d * 1024 + 1024 + d)
     assert 7.0 < counts["pmi-tr-without-1"] / counts["pmi-tr-m"] < 8.0  # the paper's: 16.48M / 2.33M = 7.07
     assert paper.lookup(paper.PARAMETERS["babi"], "babi", "pmi-tr") == 2.33
     assert paper.lookup(paper.PARAMETERS["clevr"], "clevr", "pmi-tr") == 2.29
