@@ -71,7 +71,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_processes_and_another_stage(
     first, last = tensors(tmp_path / "straight", "carried"), tensors(tmp_path / "one3", "carried")
     for name, x in first.items():
         if name.startswith("lane/"):
-            torch.testing.assert_close(last[name], x, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(last[name], x, atol=1e-3, rtol=1e-3)  # sums were taken in another order for 14 steps
 
 
 @pytest.mark.parametrize(
