@@ -118,14 +118,16 @@ def measure(preset: str, threads: int, rounds: int, only: list[str] | None) -> N
     save(path.stem, {"preset": preset, "threads": threads, "tokens": count, "rows": kept})
 
 
-def step_of(model: PMI, tokens: torch.Tensor) -> Callable[[], None]:
-    """One step's forward and backward, behind a full window, as in the middle of a document."""
+def step_of(model: PMI, tokens: torch.Tensor, bf16: bool = False) -> Callable[[], None]:
+    """One step's forward and backward (under autocast: `bf16`), behind a full window, as in the middle of a document."""
     with torch.no_grad():
         state = model(tokens[:, :-1], model.initial_state(tokens.shape[0]))[1]
 
     def step() -> None:
-        hidden, _ = model(tokens[:, :-1], state)
-        model.head.loss(hidden, tokens[:, 1:]).backward()
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
+            hidden, _ = model(tokens[:, :-1], state)
+            loss = model.head.loss(hidden, tokens[:, 1:])
+        loss.backward()
         model.zero_grad(set_to_none=True)
 
     return step

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -85,6 +85,18 @@ class DeltaConfig(Schema):
     none or all, so that enough text wears away anything. hard: a sigmoid stretched and cut, which reaches 0 and 1."""
 
 
+class VerbatimConfig(Schema):
+    """Tables of what followed each wording (memory.verbatim)."""
+
+    contexts: list[Annotated[int, Field(ge=1, le=16)]] = Field([1, 2], min_length=1, max_length=8)
+    """One table for each of these lengths: it is addressed by so many of the last tokens."""
+    rows: int = Field(2_048, ge=1, le=2**24)
+    """Rows of each table. With as many as the vocabulary has ids, each has a row of its own for wordings of one token; longer
+    ones share rows by hash."""
+    width: int = Field(64, ge=1, le=4_096)
+    """Features of a row."""
+
+
 class MemoryConfig(Schema):
     """The two-level memory. Defaults are the paper's sizes; the ablations of the paper are values of these keys."""
 
@@ -115,6 +127,9 @@ class MemoryConfig(Schema):
     """How long-term memory is written: as published (for comparison), by a learned contraction, or by the delta rule."""
     delta: DeltaConfig = DeltaConfig()
     """Settings of consolidation: delta."""
+    verbatim: VerbatimConfig | None = None
+    """Beside both levels, tables of what followed each wording in the document: one for the model, read in the memory layers
+    (null: none; {}: with their defaults)."""
     read: Literal["both", "working", "long_term"] = "both"
     """Which levels are read. long_term is the paper's w/o 3; working keeps no long-term memory."""
     correction: bool = False
@@ -258,6 +273,9 @@ def _unfit(memory: MemoryConfig, bad: set[str], model: dict[str, Any]) -> list[I
     if segment == 1 and levels and memory.keeps_working:
         why = "a segment of 1 token leaves working memory nothing to choose from, so that its writer would never learn"
         problems.append(("", segment, f"{why}; set segment to 2 or more, or memory: off"))
+    if segment == 1 and "verbatim" not in bad and memory.verbatim is not None:
+        why = "in a segment of 1 token nothing follows anything, so that verbatim tables would stay empty"
+        problems.append(("verbatim", segment, f"{why}; set segment to 2 or more, or memory.verbatim: null"))
     return [
         InitErrorDetails(type="value_error", loc=(key,) if key else (), input=given, ctx={"error": said})
         for key, given, said in problems

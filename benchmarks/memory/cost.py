@@ -23,13 +23,15 @@ def main() -> None:
     parser.add_argument("--segments", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: autocast, as in training")
     args = parser.parse_args()
     machine.keep_pages()
     torch.set_num_threads(args.threads)
     on = load_model_config(args.preset, [*args.set, "dropout=0"])
     off = load_model_config(args.preset, ["memory=off", "dropout=0"])
     tokens = torch.randint(0, on.vocab_size, (args.lanes, args.segments * on.segment + 1))
-    seconds = in_turns({"on": step_of(PMI(on), tokens), "off": step_of(PMI(off), tokens)}, args.rounds)
+    bf16 = args.precision == "bf16"
+    seconds = in_turns({"on": step_of(PMI(on), tokens, bf16), "off": step_of(PMI(off), tokens, bf16)}, args.rounds)
     found = ratio(seconds["on"], seconds["off"])
     print(f"{args.preset} {' '.join(args.set)}: memory on over off {found}, {args.threads} thread(s)")
     about = {"preset": args.preset, "changes": args.set, "lanes": args.lanes, "segments": args.segments, "threads": args.threads}

@@ -6,7 +6,8 @@ xl      x-transformers' decoder with Transformer-XL recurrence: our segment and 
 gpt2    Hugging Face GPT-2: rows of `segments x segment` tokens; evaluated in windows of that length that overlap by half
 rwkv    Hugging Face RWKV-4: trained on the same rows; its state is carried on through a document
 
-Same layers, width, heads and feed-forward width as the preset with memory off; same optimiser and schedule as `pmi train`.
+Same layers, width, heads and feed-forward width as the preset with memory off; same optimiser, schedule and precision as `pmi
+train`; read in the type of `--dtype`.
 Writes OUT/outcomes.json: the loss of every document of the split.
 """
 
@@ -49,7 +50,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--split", default="test")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="bfloat16: read under autocast")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     machine.keep_pages()
@@ -66,13 +68,14 @@ def main() -> None:
     seconds = time.process_time() - began
     corpus = open_corpus(args.data, args.split, data.tokenizer, None)
     model.eval()
-    if args.peer == "gpt2":
-        outcomes: list[Outcome] = []
-        peer = Peer(model, "gpt2", None, data.tokenizer, data.tokenizer.bos, row)
-        evaluate_peer(peer, corpus.items, row, row // 2, Watch(done=outcomes.append))
-    else:
-        reader = xl_reader(model) if args.peer == "xl" else rwkv_reader(model)
-        outcomes = read(reader, corpus.items, config.segment, data.tokenizer.bos)
+    with torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        if args.peer == "gpt2":
+            outcomes: list[Outcome] = []
+            peer = Peer(model, "gpt2", None, data.tokenizer, data.tokenizer.bos, row)
+            evaluate_peer(peer, corpus.items, row, row // 2, Watch(done=outcomes.append))
+        else:
+            reader = xl_reader(model) if args.peer == "xl" else rwkv_reader(model)
+            outcomes = read(reader, corpus.items, config.segment, data.tokenizer.bos)
     args.out.mkdir(parents=True, exist_ok=True)
     about = {
         "peer": args.peer, "parameters": sum(p.numel() for p in model.parameters()), "training_seconds": seconds,
@@ -91,11 +94,12 @@ def train(peer: str, model: nn.Module, config: ModelConfig, lanes: Lanes, traini
     model.train()
     for step in track(range(steps), "training"):
         batch = lanes.next_batch(training.segments)
-        if peer == "xl":
-            loss, carried = xl_loss(model, batch, config.segment, carried)
-        else:
-            mask = batch.mask()
-            loss = F.cross_entropy(model(batch.tokens).logits[mask], batch.targets[mask])
+        with torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16"):
+            if peer == "xl":
+                loss, carried = xl_loss(model, batch, config.segment, carried)
+            else:
+                mask = batch.mask()
+                loss = F.cross_entropy(model(batch.tokens).logits[mask], batch.targets[mask])
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip)

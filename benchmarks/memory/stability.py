@@ -23,6 +23,7 @@ from lm import machine
 from lm.evaluation.corpus import open_corpus
 from lm.model import PMI
 from lm.model.pretrained import from_pretrained
+from lm.model.state import tensors
 
 STRETCHES = 10
 CALL = 32
@@ -103,7 +104,7 @@ def read(model: PMI, tokens: Tensor, starts: Tensor) -> Reading:
             model.head.logits(hidden[0]).double(), targets[here].flatten(), reduction="none"
         )
         nats[here] = losses.view(-1, segment).sum(1).numpy()
-        levels = [level for memory in state.memories for level in memory if level.numel()]
+        levels = [level for level in tensors(state.remembered) if level.numel()]
         sizes[at // CALL] = float(torch.cat([level.flatten() for level in levels]).square().mean().sqrt())
     return Reading(nats, sizes, bool(np.isfinite(nats).all() and np.isfinite(sizes).all()))
 

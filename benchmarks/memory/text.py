@@ -41,7 +41,10 @@ from lm.data.prepared import open_prepared
 from lm.evaluation.compare import outcomes
 from lm.evaluation.figures import difference
 from lm.evaluation.tally import Outcome
+from lm.model import PMI
 from lm.model.pretrained import from_pretrained
+from lm.model.snapshot import sizes
+from lm.training.trainer import checked_model
 
 CONTENDERS: dict[str, list[str]] = {
     "on": [],
@@ -65,9 +68,8 @@ def main() -> None:
     parser.add_argument("--split", default="test")
     parser.add_argument("--contenders", nargs="+", choices=ALL, default=ALL)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--feedforward", type=int, default=601, help="of `wide`")
-    parser.add_argument("--window", type=int, default=136, help="of `far`")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="that evaluations compute in")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--report", action="store_true", help="only the table of what is done")
     args = parser.parse_args()
@@ -91,17 +93,31 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
     """What a contender changes in the configuration."""
     if name in (*MODES, *PEERS):
         name = "on" if name in MODES else "off"
-    steps = round(args.steps / speed()) if name == "longer" else args.steps
+    steps = args.steps
+    if name == "longer":
+        steps = round(steps / speed(load_run_config(args.config, [f"data={args.data}"]).model))
     changes = [f"data={args.data}", f"seed={seed}", f"training.steps={steps}", f"evaluation.interval={steps}"]
-    return changes + [change.format(feedforward=args.feedforward, window=args.window) for change in CONTENDERS[name]]
+    feedforward, window = matched(args) if name in ("wide", "far") else (0, 0)
+    return changes + [change.format(feedforward=feedforward, window=window) for change in CONTENDERS[name]]
+
+
+def matched(args: argparse.Namespace) -> tuple[int, int]:
+    """The feed-forward width and the window with which the window alone is as large as the model with memory, or its state."""
+    config = checked_model(load_run_config(args.config, [f"data={args.data}"]), open_prepared(args.data))
+    models = [PMI(config), PMI(config.model_copy(update={"memory": None}))]
+    on, off = (sum(x.numel() for x in model.parameters()) for model in models)
+    memory, window = sizes(models[0])
+    feedforward = config.feedforward + round((on - off) / (2 * config.width * config.layers))
+    return feedforward, config.window + round(config.window * memory / window)
 
 
 def identity(args: argparse.Namespace, name: str, seed: int) -> dict[str, str]:
-    """What a kept outcome is of: the prepared data, and the configuration (keys at their defaults left out)."""
-    config = load_run_config(args.config, settings(args, name, seed)).model_dump(mode="json", exclude_defaults=True)
-    del config["data"]
+    """What a kept outcome is of: the prepared data, the configuration (keys at their defaults left out), how it was read."""
+    prepared, run = open_prepared(args.data), load_run_config(args.config, settings(args, name, seed))
+    config = run.model_dump(mode="json", exclude_defaults=True, exclude={"data", "overrides"})
+    config["model"] = checked_model(run, prepared).model_dump(mode="json", exclude_defaults=True)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
-    return {"data": open_prepared(args.data).fingerprint, "configuration": digest}
+    return {"data": prepared.fingerprint, "configuration": digest, "dtype": args.dtype}
 
 
 def run(args: argparse.Namespace, name: str, seed: int) -> None:
@@ -116,7 +132,8 @@ def run(args: argparse.Namespace, name: str, seed: int) -> None:
     if name in PEERS:
         if not (out / "outcomes.json").exists():
             command(out, "benchmarks.memory.peers", "--peer", name, "--config", args.config, "--data", args.data,
-                    "--split", args.split, "--seed", seed, "--steps", args.steps, "--out", out)  # fmt: skip
+                    "--split", args.split, "--seed", seed, "--steps", args.steps, "--dtype", args.dtype,
+                    "--out", out)  # fmt: skip
         about = json.loads((out / "outcomes.json").read_text())
         parameters, documents = about["parameters"], [Outcome.from_row(row) for row in about["outcomes"]]
     else:
@@ -124,7 +141,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> None:
         mode = name if name in MODES else "on"
         if not (out / "eval" / "result.json").exists():
             command(out, "lm", "eval", "--checkpoint", model, "--data", args.data, "--split", args.split,
-                    "--memory", mode, "--out", out / "eval")  # fmt: skip
+                    "--memory", mode, "--dtype", args.dtype, "--out", out / "eval")  # fmt: skip
         parameters = sum(x.numel() for x in from_pretrained(model).model.parameters())
         documents = outcomes(out / "eval", mode)
     keep(path, of, parameters, documents)
@@ -148,11 +165,11 @@ def keep(path: Path, of: dict[str, str], parameters: int, documents: Sequence[Ou
     path.write_text(json.dumps({**of, "parameters": parameters, "outcomes": rows}, separators=(",", ":")) + "\n")
 
 
-def speed() -> float:
+def speed(preset: str) -> float:
     """Tokens/s of `on` over those of `off`, as benchmarks.memory.cost measured it."""
-    path = RESULTS / "memory_cost_pg19-memory.json"
+    path = RESULTS / f"memory_cost_{preset}.json"
     if not path.is_file():
-        sys.exit("`longer` needs the ratio of speeds: run `python -m benchmarks.memory.cost --preset pg19-memory` first")
+        sys.exit(f"`longer` needs the ratio of speeds: run `python -m benchmarks.memory.cost --preset {preset}` first")
     return float(json.loads(path.read_text())["ratio"]["median"])
 
 

@@ -23,7 +23,7 @@ from lm.evaluation.tally import Outcome, Tally
 from lm.evaluation.variants import Mode
 from lm.model import PMI, State
 from lm.model.attention import MAX_TOKENS
-from lm.model.state import Memory, map_tensors, where_lanes
+from lm.model.state import Remembered, map_tensors, where_lanes
 
 CALL_TOKENS = 4_096
 """Tokens of a call over all lanes, about; more is no faster on a CPU, and costs memory."""
@@ -114,7 +114,7 @@ class _Reader:
         for lane, opened in enumerate(resume):
             for row, state in enumerate(opened.states):
                 self.state = self.state.merge([lane + row * count], state)
-        self.initial = map_tensors(lambda x: x.detach(), model.initial_memory(1))
+        self.initial = map_tensors(lambda x: x.detach(), model.initial_state(1).remembered)
 
     def _next(self) -> Tally:
         return Tally(self.queue.popleft(), self.t)
@@ -173,7 +173,7 @@ class _Reader:
                 filled += taken
             batch.finish(lane, filled)
         if self.mode == "reset":
-            self.state = self.state._replace(memories=map_tensors(lambda x: x.expand(count, *x.shape[1:]), self.initial))
+            self.state = self.state.remembering(map_tensors(lambda x: x.expand(count, *x.shape[1:]), self.initial))
         device = self.model.device
         hidden, self.state = self.model(batch.tensor(batch.tokens, device), self.state, starts=batch.tensor(batch.starts, device))
         batch.add_up(self.model, hidden, watch)
@@ -261,13 +261,13 @@ class _Shuffled(_Reader):
             complete[lane] = (s + 1) * t <= donor.length
         device = self.model.device
         starts = torch.from_numpy(batch.starts).to(device)
-        memories: tuple[Memory, ...] = map_tensors(lambda x: x[count:], self.state.memories)
-        memories = where_lanes(starts[:, 0], map_tensors(lambda x: x.expand(count, *x.shape[1:]), self.initial), memories)
-        state = self.state._replace(memories=map_tensors(lambda x: torch.cat([x, x]), memories))
+        memory: Remembered = map_tensors(lambda x: x[count:], self.state.remembered)
+        memory = where_lanes(starts[:, 0], map_tensors(lambda x: x.expand(count, *x.shape[1:]), self.initial), memory)
+        state = self.state.remembering(map_tensors(lambda x: torch.cat([x, x]), memory))
         tokens = torch.from_numpy(np.concatenate([batch.tokens, donors.tokens])).to(device)
         hidden, state = self.model(tokens, state, starts=torch.cat([starts, starts]))
-        after = where_lanes(complete.to(device), map_tensors(lambda x: x[count:], state.memories), memories)
-        self.state = state._replace(memories=map_tensors(lambda x: torch.cat([x, x]), after))
+        after = where_lanes(complete.to(device), map_tensors(lambda x: x[count:], state.remembered), memory)
+        self.state = state.remembering(map_tensors(lambda x: torch.cat([x, x]), after))
         batch.add_up(self.model, hidden[:count], watch)
 
 

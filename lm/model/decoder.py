@@ -26,7 +26,8 @@ from lm.config import ModelConfig, Remembering
 from lm.model.attention import MAX_TOKENS, Rotary, Span, WindowAttention, aligned_span, partial_span
 from lm.model.checks import check_call, check_finite, check_lanes
 from lm.model.memory import MemoryModule, memory_shapes
-from lm.model.state import Memory, Open, Readout, State, exact, map_tensors, where_lanes
+from lm.model.state import Memory, Open, Readout, Remembered, State, exact, map_tensors, where_lanes
+from lm.model.verbatim import VerbatimWrite, addresses, look_up, recite, table_shape
 from lm.model.vocabulary import Embedding, Head
 
 
@@ -109,6 +110,10 @@ class PMI(nn.Module):
         self.memories = nn.ModuleList(MemoryModule(config) for _ in range(min(n, 1) if self.shared_weights else n))
         _draw(self.memories)
         self.initial_memory = InitialMemory(config, min(n, 1) if self.shared_state else n)
+        self.tables = memory.verbatim if memory is not None else None
+        if self.tables is not None:
+            self.verbatim = VerbatimWrite(config.width, self.tables)
+            _draw(self.verbatim)
         self.norm = nn.LayerNorm(config.width)
         self.head = Head(self.embedding)
         self.blueprints: dict[torch.dtype, dict[str, Tensor]] = {}  # what states look like, on the meta device, for checks.py
@@ -123,6 +128,10 @@ class PMI(nn.Module):
             nn.init.zeros_(block.fall.weight)
         for memory in cast(Iterable[MemoryModule], self.memories):
             memory.initialise()
+        if (
+            self.tables is not None
+        ):  # every token is written alike, and every answer let through alike (memory.py), until it is learned
+            nn.init.zeros_(self.verbatim.strength.weight)
         # logits of unit variance at the start, however wide the embedding was drawn
         nn.init.constant_(self.norm.weight, 1 / (self.config.embedding_std * math.sqrt(self.config.width)))
 
@@ -164,8 +173,10 @@ class PMI(nn.Module):
             keys=tuple(torch.zeros(cache, device=device, dtype=self.dtype) for _ in self.blocks),
             values=tuple(torch.zeros(cache, device=device, dtype=self.dtype) for _ in self.blocks),
             memories=tuple(Memory(*(zeros(*shape) for shape in memory_shapes(config))) for _ in range(self.initial_memory.count)),
+            verbatim=zeros(*table_shape(config)),
             readouts=tuple(Readout(*(zeros(*shape) for shape in shapes)) for shapes in self._readout_shapes()),
             open=tuple(Open(*(zeros(*shape) for shape in self._open_shapes())) for _ in self.layers_with_memory),
+            tokens=torch.zeros(lanes, config.segment if self.tables else 0, dtype=torch.long, device=device),
         )
 
     def reset(self, state: State, lanes: Sequence[int] | Tensor) -> State:
@@ -286,18 +297,25 @@ class PMI(nn.Module):
                 memories = [where_lanes(starts[:, 0], initial[0], memories[0])]
             shared = self._segment_readouts(memories[0])
 
-        def recall(j: int, h: Tensor) -> Readout:
-            if self.shared_state:
-                return shared[0 if self.shared_weights else j]
-            before, memories[j] = self._memory(j).scan(memories[j], h, starts, initial[j])
-            return self._readouts(self._memory(j), before)
+        ids = tokens.unflatten(1, (segments, t))
+        embedded, found, verbatim = self.embedding(ids), None, state.verbatim
 
-        x, keys, values, features, _ = self._layers(tokens.unflatten(1, (segments, t)), state, span, recall, False)
+        def recall(j: int, h: Tensor) -> tuple[Readout, Tensor | None]:
+            nonlocal found, verbatim
+            if j == 0 and self.tables is not None:
+                found, verbatim = self._recite(ids, embedded, h, verbatim, starts)
+            if self.shared_state:
+                return shared[0 if self.shared_weights else j], found
+            before, memories[j] = self._memory(j).scan(memories[j], h, starts, initial[j])
+            return self._readouts(self._memory(j), before), found
+
+        x, keys, values, features, _ = self._layers(embedded, state, span, recall, False)
         if self.shared_state:
             memories = [self._write_through(memories[0], features)]
         turned = self.rotary.angles(torch.tensor(segments * t, device=self.device), self.causal.dtype, back=True)
         keys = tuple(self.rotary.rotate(k, turned) for k in keys)
-        return x.flatten(1, 2), state._replace(position=position, keys=keys, values=values, memories=tuple(memories))
+        remembered = Remembered(tuple(memories), verbatim)
+        return x.flatten(1, 2), state._replace(position=position, keys=keys, values=values).remembering(remembered)
 
     def _within_segment(self, tokens: Tensor, state: State, counts: Tensor, donate: bool) -> tuple[Tensor, State]:
         """Up to a segment's rest of tokens for every lane, from the open part; lanes that complete theirs are closed."""
@@ -309,15 +327,23 @@ class PMI(nn.Module):
         valid = (state.position - offset).clamp(max=window)
         span = partial_span(self.rotary, self.causal, valid, offset, counts, tokens.shape[1])
 
-        def recall(j: int, h: Tensor) -> Readout:
-            readout = state.readouts[0 if self.shared_state and self.shared_weights else j]
-            return map_tensors(lambda x: x[:, None], readout)
+        found, ids = None, state.tokens
+        if self.tables is not None:
+            ids = span.put(ids, tokens, 0, donate)
+            rows = (offset[:, None] + torch.arange(tokens.shape[1], device=self.device)).clamp(max=t - 1)
+            reads = addresses(ids[:, None], self.tables)
+            found = look_up(state.verbatim, reads.gather(-1, rows[:, None, None].expand(-1, 1, reads.shape[2], -1)))
 
-        x, keys, values, features, opened = self._layers(tokens[:, None], state, span, recall, donate)
+        def recall(j: int, h: Tensor) -> tuple[Readout, Tensor | None]:
+            readout = state.readouts[0 if self.shared_state and self.shared_weights else j]
+            return map_tensors(lambda x: x[:, None], readout), found
+
+        embedded = self.embedding(tokens[:, None])
+        x, keys, values, features, opened = self._layers(embedded, state, span, recall, donate)
         opened = tuple(
             part._replace(features=span.put(part.features, h[:, 0], 0, donate)) for part, h in zip(opened, features, strict=True)
         )
-        state = state._replace(position=state.position + counts, keys=keys, values=values, open=opened)
+        state = state._replace(position=state.position + counts, keys=keys, values=values, open=opened, tokens=ids)
         complete = (offset + counts == t).nonzero().squeeze(-1)
         if len(complete) == state.lanes:
             state = self._close(state)
@@ -330,15 +356,21 @@ class PMI(nn.Module):
         return x[:, 0], state
 
     def _layers(
-        self, tokens: Tensor, state: State, span: Span, recall: Callable[[int, Tensor], Readout], donate: bool
+        self,
+        embedded: Tensor,
+        state: State,
+        span: Span,
+        recall: Callable[[int, Tensor], tuple[Readout, Tensor | None]],
+        donate: bool,
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], list[Tensor], tuple[Open, ...]]:
-        """All layers over `tokens [b, s, t]`; `recall(j, features)` gives what memory layer j reads.
+        """All layers over tokens `embedded [b, s, t, d]`; `recall(j, features)` gives what memory layer j reads: the readout of
+        its memory, and what its tokens find in the verbatim tables.
 
         Returns hidden features, the caches after the span, each memory layer's features and its open part.
         """
         keys, values, opened = [], [], []
         features: list[Tensor] = []
-        x = self.dropout(self.embedding(tokens))
+        x = self.dropout(embedded)
         for i, block in enumerate(cast(Iterable[Block], self.blocks)):
             added, k, v = block.attention(block.attention_norm(x), state.keys[i], state.values[i], span, donate)
             x = x + self.dropout(added)
@@ -348,7 +380,10 @@ class PMI(nn.Module):
                 j = len(features)
                 with _float32(x.device):
                     h = exact(block.memory_norm(x))
-                    added, part = self._memory(j).read(recall(j, h), h, state.open[j], span, donate)
+                    readout, found = recall(j, h)
+                    added, part = self._memory(j).read(readout, h, state.open[j], span, donate)
+                    if found is not None:
+                        added = added + self._memory(j).verbatim(h, found)
                 x = x + self.dropout(added.to(x.dtype))
                 features.append(h)
                 opened.append(part)
@@ -367,12 +402,17 @@ class PMI(nn.Module):
                     self._memory(j).scan(memory, h, None, memory)[1]
                     for j, (memory, h) in enumerate(zip(state.memories, features, strict=True))
                 )
+        verbatim = state.verbatim
+        if self.tables is not None:
+            ids = state.tokens[:, None]
+            verbatim = self._recite(ids, self.embedding(ids), features[0], verbatim, None)[1]
         turned = self.rotary.angles(torch.tensor(t, device=self.device), self.causal.dtype, back=True)
         blank = (0, 0, 0, 0, 0, t)
         return state._replace(
             keys=tuple(F.pad(self.rotary.rotate(k[:, t : t + window], turned), blank) for k in state.keys),
             values=tuple(F.pad(v[:, t : t + window], blank) for v in state.values),
             memories=memories,
+            verbatim=verbatim,
         )
 
     # --- memory ------------------------------------------------------------------------------------------------
@@ -380,6 +420,14 @@ class PMI(nn.Module):
     def _memory(self, j: int) -> MemoryModule:
         """The weights of memory layer j."""
         return cast(MemoryModule, self.memories[0 if self.shared_weights else j])
+
+    def _recite(self, ids: Tensor, embedded: Tensor, h: Tensor, tables: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What whole segments `ids [b, s, t]` find in the verbatim tables, each behind those before it, and the tables after;
+        `h` are the features of the first memory layer."""
+        assert self.tables is not None
+        reads = addresses(ids, self.tables)
+        with _float32(self.device):
+            return recite(tables, reads, self.verbatim(embedded, h, reads), starts)
 
     def _write_through(self, memory: Memory, features: list[Tensor]) -> Memory:
         """The one global memory, written from a segment's features [b, 1, t, d] by each memory layer in turn."""

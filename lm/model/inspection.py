@@ -9,7 +9,7 @@ The model runs as always; hooks on its readers note what they were given, and th
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lm.model.decoder import PMI
 from lm.model.memory import MemoryModule
 from lm.model.state import Memory, Readout, State
+from lm.model.verbatim import addresses, look_up, recite
 
 Rows = list[list[float]]
 
@@ -44,6 +45,10 @@ class LayerInspection:
     """What the columns of that are: slot or fragment."""
     write_strength: Rows | None
     """Of associative memory: how strongly each token would be written to each fragment [t, c]."""
+    verbatim_used: list[float] | None
+    """Share of each verbatim table's rows that hold anything [tables]."""
+    verbatim_answers: Rows | None
+    """Length of what each verbatim table gives to each token [t, tables]."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +79,34 @@ def inspect_memory(model: PMI, state: State, tail: Sequence[int]) -> Inspection:
     with _noting(model) as notes:
         _, after = model(ids[:, -last:], state)
     layers, memories = [], list(state.memories)
-    for j, (readout, h) in enumerate(notes):
+    used = state.verbatim[0].ne(0).any(-1).float().mean(-1)
+    for j, (readout, h, found) in enumerate(notes):
         place = 0 if model.shared_state else j
         module = _module(model, j)
-        layers.append(_look(model.layers_with_memory[j], module, memories[place], readout, h))
+        look = _look(model.layers_with_memory[j], module, memories[place], readout, h)
+        if found is not None:
+            answers = module.verbatim.answers(h, found).norm(dim=-1)[0, 0]
+            look = replace(look, verbatim_used=_listed(used), verbatim_answers=_listed(answers))
+        layers.append(look)
         if model.shared_state:  # each layer writes what the one before has left
             memories[0] = module.scan(memories[0], h, None, memories[0])[1]
     return Inspection(int(after.position[0]), list(tail)[-last:], layers)
 
 
 @contextmanager
-def _noting(model: PMI) -> Iterator[list[tuple[Readout, Tensor]]]:
-    """What each memory layer's reader is given, in order."""
-    notes: list[tuple[Readout, Tensor]] = []
+def _noting(model: PMI) -> Iterator[list[tuple[Readout, Tensor, Tensor | None]]]:
+    """What each memory layer's readers are given, in order: a readout, features, and what these found in verbatim tables."""
+    notes: list[tuple[Readout, Tensor, Tensor | None]] = []
 
     def note(_: nn.Module, given: tuple[Any, ...]) -> None:
-        notes.append((given[0], given[1]))
+        notes.append((given[0], given[1], None))
 
-    hooks = [cast(MemoryModule, module).read.register_forward_pre_hook(note) for module in model.memories]
+    def note_found(_: nn.Module, given: tuple[Any, ...]) -> None:  # comes right behind the layer's own
+        notes[-1] = (*notes[-1][:2], given[1])
+
+    modules = [cast(MemoryModule, module) for module in model.memories]
+    hooks = [module.read.register_forward_pre_hook(note) for module in modules]
+    hooks += [module.verbatim.register_forward_pre_hook(note_found) for module in modules if model.tables]
     try:
         yield notes
     finally:
@@ -122,6 +137,8 @@ def _look(layer: int, module: MemoryModule, memory: Memory, readout: Readout, h:
         long_term_attention=_listed(long_term),
         long_term_kind=kind,
         write_strength=_listed(strength),
+        verbatim_used=None,
+        verbatim_answers=None,
     )
 
 
@@ -134,6 +151,8 @@ class LayerTrace:
     """Share of each id in what is read from working memory [ids]; sums to 1 where anything was written."""
     long_term: list[float] | None
     """The same of long-term memory."""
+    verbatim: list[float] | None
+    """The same of the verbatim tables."""
     chosen: list[float] | None
     """Mean weight that the slots gave each id when it was written (top-k competition) [ids]."""
     strength: list[float] | None
@@ -153,7 +172,8 @@ def trace_reads(model: PMI, ids: Sequence[int], segments: int = 64) -> Trace:
 
     The share of an id is the size of the derivative of what is read (U_w, U_l) by the features it was written with, estimated
     by random probes: how much the answer would change with the id. So it goes through competition, gates and consolidation of
-    every kind. Ids of the last one's own segment are not in memory yet, and have none.
+    every kind; of verbatim tables, whose wordings are no features, through what was written. Ids of the last one's own segment
+    are not in memory yet, and have none.
     """
     t = model.config.segment
     if not ids:
@@ -179,17 +199,20 @@ def trace_reads(model: PMI, ids: Sequence[int], segments: int = 64) -> Trace:
                 strengths[j].append(module.delta_tokens.strengths(h).detach()[0, 0, :, :, 0].mean(0))
             memories[place] = module.scan(memory, h, None, memory)[1]
     early = first * t
+    found, embedded = _found(model, ids, written, first)
     layers = []
     for j, h in enumerate(reading):
         module = _module(model, j)
         readout = module.readout(memories[0 if model.shared_state else j])
         u_w, u_l = module.read.levels(Readout(*(x[:, None] for x in readout)), h[:, :, -1:])
+        u_v = None if found is None else module.verbatim(h[:, :, -1:], found)
         blank = torch.zeros(early)
         layers.append(
             LayerTrace(
                 layer=model.layers_with_memory[j],
                 working=_shares(u_w, leaves, early, len(ids)),
                 long_term=_shares(u_l, leaves, early, len(ids)),
+                verbatim=_shares(u_v, embedded, early, len(ids)),
                 chosen=_over_ids([blank, *chosen[j]], len(ids)) if hasattr(module, "write") else None,
                 strength=_over_ids([blank, *strengths[j]], len(ids)) if hasattr(module, "delta_tokens") else None,
             )
@@ -213,8 +236,26 @@ def _features(model: PMI, ids: Sequence[int]) -> list[list[Tensor]]:
     for first in range(0, len(ids), t):
         with _noting(model) as notes:
             _, state = model(torch.tensor([list(ids[first : first + t])], device=model.device), state)
-        found.append([h for _, h in notes])
+        found.append([h for _, h, _ in notes])
     return found
+
+
+def _found(model: PMI, ids: Sequence[int], written: list[list[Tensor]], first: int) -> tuple[Tensor | None, list[list[Tensor]]]:
+    """What the last of `ids` finds in the verbatim tables, and the embedded segments, from `first` on, that it hangs on."""
+    if model.tables is None:
+        return None, []
+    t, leaves = model.config.segment, []
+    tables = model.initial_state(1).verbatim
+    for s, features in enumerate(written):
+        segment = torch.tensor([[list(ids[s * t : (s + 1) * t])]], device=model.device)
+        embedded = model.embedding(segment).detach()
+        if s >= first:
+            leaves.append([embedded.requires_grad_()])
+        reads = addresses(segment, model.tables)
+        with torch.set_grad_enabled(s >= first):
+            tables = recite(tables, reads, model.verbatim(embedded, features[0], reads), None)[1]
+    last = torch.tensor([[list(ids[len(written) * t :])]], device=model.device)
+    return look_up(tables, addresses(last, model.tables)[..., -1:]), leaves
 
 
 def _shares(read: Tensor | None, leaves: list[list[Tensor]], early: int, count: int) -> list[float] | None:

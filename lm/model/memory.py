@@ -23,6 +23,7 @@ from lm.config import MemoryConfig, Remembering
 from lm.model.attention import Span, attend
 from lm.model.delta import DeltaRead, DeltaWrite, Transition, advance
 from lm.model.state import Memory, Open, Readout, where_lanes
+from lm.model.verbatim import VerbatimRead
 
 MAX_RETENTION = 0.95
 """Ceiling of the forget gate: working memory then stays within 1 / (1 - 0.95) = 20 per element, however long the stream."""
@@ -270,6 +271,8 @@ class MemoryModule(nn.Module):
         if config.read != "long_term":
             self.readout_working = SlotReadout(width, d, config.heads, 2 * d if config.correction else 0)
         self.read = Read(width, d, config)
+        if config.verbatim is not None:
+            self.verbatim = VerbatimRead(width, config.verbatim)
 
     def initialise(self) -> None:
         """What is read adds nothing at first; a memory of tokens starts as an induction head.
@@ -279,6 +282,9 @@ class MemoryModule(nn.Module):
         instead, queries, keys and values must first find each other, which on real text they hardly do.
         """
         nn.init.zeros_(self.read.out.weight)
+        if hasattr(self, "verbatim"):
+            nn.init.zeros_(self.verbatim.out.weight)
+            nn.init.zeros_(self.verbatim.gate.weight)
         if not hasattr(self, "delta_tokens"):
             return
         write, read = self.delta_tokens, self.read.delta

@@ -19,7 +19,7 @@ from lm.model import snapshot
 from lm.model.decoder import PMI
 from lm.model.delta import MAX_NORM
 from lm.model.memory import MAX_RETENTION
-from lm.model.state import State, map_tensors, named_tensors
+from lm.model.state import State, map_tensors, named_tensors, tensors
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest relative difference that counts as equal, by the type the decoder computes in.
@@ -166,8 +166,8 @@ def _cut(model: PMI, generator: torch.Generator) -> float:
             pieces.append(hidden)
             first += step
         worst = max(worst, _difference(torch.cat(pieces, 1), whole))
-        for mine, theirs in zip(state.memories, after.memories, strict=True):
-            worst = max([worst, *(_difference(a, b) for a, b in zip(mine, theirs, strict=True))])
+        remembered = zip(tensors(state.remembered), tensors(after.remembered), strict=True)
+        worst = max([worst, *(_difference(a, b) for a, b in remembered)])
     return worst
 
 
@@ -236,11 +236,11 @@ def boundedness(model: PMI, generator: torch.Generator, segments: int) -> Proof:
     if model.config.memory is None:
         return _below("boundedness", 0.0, GROWTH, "memory off")
     t, state = model.config.segment, model.initial_state(1)
-    sizes: dict[str, list[float]] = {name: [] for name, x in named_tensors(state.memories) if x.numel()}
+    sizes: dict[str, list[float]] = {name: [] for name, x in named_tensors(state.remembered) if x.numel()}
     ceiling, step = dict.fromkeys(sizes, 0.0), max(1, segments // 32)
     for _ in range(0, segments, step):
         _, state = model(_tokens(model, generator, 1, step * t), state)
-        for name, x in named_tensors(state.memories):
+        for name, x in named_tensors(state.remembered):
             if x.numel():
                 sizes[name].append(float(x.square().mean().sqrt()))
                 ceiling[name] = max(ceiling[name], float(x.abs().max()))

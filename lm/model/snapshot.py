@@ -19,6 +19,7 @@ from torch import Tensor
 from lm.model.decoder import PMI
 from lm.model.memory import memory_shapes
 from lm.model.state import State, named_tensors, raw_bytes
+from lm.model.verbatim import table_shape
 
 FORMAT = 2
 """Version of the snapshot's layout."""
@@ -45,9 +46,10 @@ class Identity:
 def sizes(model: PMI) -> tuple[int, int]:
     """Bytes of a snapshot's tensors: (memory, window)."""
     per_memory = sum(torch.Size(shape).numel() for shape in memory_shapes(model.config))
+    tables = torch.Size(table_shape(model.config)).numel()
     window = 2 * model.config.layers * model.config.window * model.config.width
     kept = model.causal.dtype.itemsize  # of memory: float32 whatever the decoder computes in, but in a float64 model
-    return kept * per_memory * model.initial_memory.count, window * model.norm.weight.dtype.itemsize
+    return kept * (per_memory * model.initial_memory.count + tables), window * model.norm.weight.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ def _parts(model: PMI, state: State, lane: int = 0) -> dict[str, Tensor]:
     """The tensors that a snapshot keeps of a lane, as views of the state."""
     window = model.config.window
     parts = {name: x[lane : lane + 1] for name, x in named_tensors(state.memories, "memory")}
+    if state.verbatim.numel():
+        parts["verbatim"] = state.verbatim[lane]
     for i, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
         parts[f"window.{i}.keys"], parts[f"window.{i}.values"] = keys[lane, :window], values[lane, :window]
     return parts

@@ -47,15 +47,33 @@ class Open(NamedTuple):
     values: Tensor  # [b, t, h, e]
 
 
+class Remembered(NamedTuple):
+    """All memory: what outlasts the window."""
+
+    memories: tuple[Memory, ...]  # one (scope global) or one per memory layer (scope layer)
+    verbatim: Tensor  # [b, c, r, v] tables of what followed each wording
+
+
 class State(NamedTuple):
     """The whole past of each lane. A value: calls return a new one and leave the old one as it was."""
 
     position: Tensor  # [b] tokens read so far
     keys: tuple[Tensor, ...]  # per layer [b, w + t, h, e]: the window, then the open segment; rotated about the segment's start
     values: tuple[Tensor, ...]
-    memories: tuple[Memory, ...]  # one (scope global) or one per memory layer (scope layer)
+    memories: tuple[Memory, ...]  # as in Remembered
+    verbatim: Tensor
     readouts: tuple[Readout, ...]
     open: tuple[Open, ...]  # one per memory layer
+    tokens: Tensor  # [b, t] ids of the open segment, where there are verbatim tables
+
+    @property
+    def remembered(self) -> Remembered:
+        """All memory."""
+        return Remembered(self.memories, self.verbatim)
+
+    def remembering(self, other: Remembered) -> "State":
+        """This state with another memory."""
+        return self._replace(**other._asdict())
 
     @property
     def lanes(self) -> int:

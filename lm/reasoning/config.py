@@ -66,6 +66,8 @@ class EncoderConfig(Schema):
         problems = []
         if memory.consolidation == "delta":
             problems.append("consolidation: delta writes in an order, an encoder's layer writes a set; choose probe or paper")
+        if memory.verbatim is not None:
+            problems.append("verbatim: what an encoder reads is a set and has no wording; leave it out")
         if width and (memory.width or width) % memory.heads:
             problems.append(f"heads: {memory.heads} does not divide the memory's width {memory.width or width}")
         if memory.layers != "all":

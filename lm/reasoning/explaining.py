@@ -18,7 +18,7 @@ from lm.model import PMI
 from lm.model.inspection import trace_reads
 from lm.reasoning.tasks.dataset import write_json
 
-LEVELS = ("working", "long_term")
+LEVELS = ("working", "long_term", "verbatim")
 TOP = 30
 """Words that are named."""
 LONGEST = 60

@@ -221,6 +221,7 @@ def restore_lanes(blank: State, files: TensorFiles, lanes: list[int], window: in
                 memories=tuple(
                     type(one.memories[i])(filled[f"memories.{i}.working"], filled[f"memories.{i}.long_term"]) for i in count
                 ),
+                verbatim=filled.get("verbatim", one.verbatim),
             )
         )
     return State.concatenate(states)
@@ -236,6 +237,8 @@ def _kept(state: State, window: int) -> Iterator[tuple[str, Tensor]]:
         for i, x in enumerate(getattr(state, name)):
             yield f"{name}.{i}", x[:, :window]
     yield from named_tensors(state.memories, "memories")
+    if state.verbatim.numel():
+        yield "verbatim", state.verbatim
 
 
 def weights_of(saved: Saved) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from lm.data.prepared import Prepared, open_prepared
 from lm.errors import UserError, collecting, noting
 from lm.model import PMI, State
 from lm.model.pretrained import from_pretrained
+from lm.model.state import tensors
 from lm.training import checkpoint, measure
 from lm.training.backends import build, split_lanes
 from lm.training.loop import learning_rate
@@ -330,5 +331,5 @@ def load_weights(model: PMI, weights: dict[str, torch.Tensor]) -> None:
 
 def _memory_square(states: list[State]) -> tuple[float, int]:
     """Sum of squares and number of elements of all memories."""
-    levels = [x for state in states for memory in state.memories for x in memory if x.numel()]
+    levels = [x for state in states for x in tensors(state.remembered) if x.numel()]
     return sum(float(x.square().sum()) for x in levels), sum(x.numel() for x in levels)

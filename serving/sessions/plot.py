@@ -12,7 +12,7 @@ Rows = list[list[float]] | None
 
 
 def draw_inspection(inspection: Inspection, labels: Sequence[str], title: str, out: Path) -> None:
-    """A block of six panels per memory layer; `labels` name the tokens of the last segment."""
+    """A block of six or eight panels per memory layer; `labels` name the tokens of the last segment."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,10 +24,13 @@ def draw_inspection(inspection: Inspection, labels: Sequence[str], title: str, o
     blocks = figure.subfigures(count, 1, squeeze=False)
     for block, layer in zip(blocks[:, 0], inspection.layers, strict=True):
         block.suptitle(f"layer {layer.layer}", fontsize=10)
-        grid = block.subplots(3, 2, width_ratios=[1, 3])
+        tables = layer.verbatim_used is not None
+        grid = block.subplots(3 + tables, 2, width_ratios=[1, 3])
         _bars(grid[0, 0], "length of the working slots", {"": layer.working_norms})
         _heat(block, grid[1, 0], "length of the rows of long-term memory", layer.long_term_norms, "fragment", "viridis")
         _bars(grid[2, 0], "gates, mean of each slot", {"input": layer.take, "forget (1 keeps)": layer.keep}, top=1.35)
+        if tables:
+            _bars(grid[3, 0], "share of the verbatim rows in use", {"": layer.verbatim_used}, unit="table")
         _reads(block, grid[:, 1], layer, labels)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
@@ -41,8 +44,9 @@ def _reads(block: Any, column: Any, layer: LayerInspection, labels: Sequence[str
         ("read of working memory: attention", layer.working_attention, "slot"),
         (f"read of long-term memory: {what}", layer.long_term_attention, layer.long_term_kind),
         ("strength of writing to long-term memory", layer.write_strength, "fragment"),
+        ("read of the verbatim tables: length of each one's answer", layer.verbatim_answers, "table"),
     )
-    for axis, (title, rows, unit) in zip(column, panels, strict=True):
+    for axis, (title, rows, unit) in zip(column, panels, strict=False):  # the last only where there are tables
         turned = None if rows is None else [list(x) for x in zip(*rows, strict=True)]
         _heat(block, axis, title, turned, unit, "magma")
         if not turned:
@@ -53,7 +57,7 @@ def _reads(block: Any, column: Any, layer: LayerInspection, labels: Sequence[str
             axis.set_xlabel("token of the segment", fontsize=8)
 
 
-def _bars(axis: Any, title: str, series: dict[str, list[float] | None], top: float | None = None) -> None:
+def _bars(axis: Any, title: str, series: dict[str, list[float] | None], top: float | None = None, unit: str = "slot") -> None:
     axis.set_title(title, fontsize=9)
     drawn = {name: values for name, values in series.items() if values is not None}
     if not drawn:
@@ -63,7 +67,7 @@ def _bars(axis: Any, title: str, series: dict[str, list[float] | None], top: flo
     for i, (name, values) in enumerate(drawn.items()):
         shift = (i - (len(drawn) - 1) / 2) * width
         axis.bar([x + shift for x in range(len(values))], values, width, label=name, color=f"C{i}")
-    axis.set_xlabel("slot", fontsize=8)
+    axis.set_xlabel(unit, fontsize=8)
     if top is not None:
         axis.set_ylim(0, top)
         axis.set_yticks([0, 0.5, 1])
