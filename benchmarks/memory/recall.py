@@ -18,13 +18,16 @@ from benchmarks.measure import save
 from benchmarks.memory.text import command
 
 DISTANCES = "1,8,64"
-MEMORY = ["memory.layers=[1]", "memory.fragments=2", "memory.delta.key_width=64", "memory.delta.value_width=64"]
-MEMORY += ["memory.delta.gates=hard"]
-"""The memory of configs/model/pg19-memory.yaml, in the last layer, with gates that can shut."""
+LEARNED = ["memory.layers=[1]", "memory.fragments=2", "memory.delta.key_width=64", "memory.delta.value_width=64"]
+LEARNED += ["memory.delta.gates=hard"]
+MEMORY = [*LEARNED, "memory.verbatim.contexts=[1,2,3]"]
+"""The memory of configs/model/pg19-memory.yaml, in the last layer; and what of it must learn its keys."""
 SETUPS: dict[str, list[str]] = {
     "8 pairs": ["--pairs", "8"],
+    "8 pairs, no verbatim tables": ["--pairs", "8"],
     "8 pairs, window alone": ["--pairs", "8", "--memory", "off"],
     "32 pairs": ["--pairs", "32", "--steps", "600"],
+    "32 pairs, no verbatim tables": ["--pairs", "32", "--steps", "600"],
     "32 pairs, window alone": ["--pairs", "32", "--memory", "off", "--steps", "600"],
 }
 console = Console()
@@ -52,7 +55,8 @@ def run(runs: Path, name: str, seed: int) -> dict[str, object]:
     out = runs / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     report = out / "report.json"
     if not report.exists():
-        changes = [] if "window" in name else [part for change in MEMORY for part in ("--set", change)]
+        memory = [] if "window" in name else LEARNED if "verbatim" in name else MEMORY
+        changes = [part for change in memory for part in ("--set", change)]
         command(out, "lm", "recall", *SETUPS[name], *changes, "--distances", DISTANCES, "--seed", seed, "--out", out)
     return {"setup": name, "seed": seed, "points": json.loads(report.read_text())["results"]}
 

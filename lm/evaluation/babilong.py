@@ -91,7 +91,8 @@ def _questions(task: str, text: str, name: str) -> Iterator[Question]:
             continue
         index, _, rest = line.partition(" ")
         said, *answer = rest.split("\t")
-        if not index.isdigit() or len(answer) not in (0, 2):
+        numbers = [*index.split(), *(answer[1].split() if len(answer) == 2 else [])]
+        if not index.isdigit() or len(answer) not in (0, 2) or not all(x.isdigit() for x in numbers):
             raise UserError(f"{name}, line {number}: {line[:60]!r} is neither 'N fact' nor 'N question<tab>answer<tab>facts'")
         if int(index) == 1:
             facts = {}

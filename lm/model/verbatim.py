@@ -77,9 +77,9 @@ class VerbatimWrite(nn.Module):
         kept = F.logsigmoid(-wish)  # log(1 - strength), of which nothing can become infinite
         rows = rows[..., :-1]
         same = rows[..., :, None] == rows[..., None, :]
-        later, together = same.triu(1), same.to(kept.dtype)
-        left = F.logsigmoid(wish) + later.to(kept.dtype) @ kept  # of each write, when the segment has ended
-        return Writes(rows, ~later.any(-1), (together @ kept)[..., 0].exp(), together @ (left.exp() * values))
+        later, together, kept = same.triu(1), same.to(kept.dtype), kept.mT
+        left = F.logsigmoid(wish) + (later * kept).sum(-1, keepdim=True)  # of each write, when the segment has ended
+        return Writes(rows, ~later.any(-1), (same * kept).sum(-1).exp(), together @ (left.exp() * values))
 
 
 class Recital(torch.autograd.Function):
@@ -98,14 +98,16 @@ class Recital(torch.autograd.Function):
         reads, rows = (reads + base).transpose(0, 1), (rows + base).transpose(0, 1)
         after = tables.clone()
         flat, found, before, chosen = after.view(-1, v), [], [], []
+        anew = [False] * len(reads) if starts is None else starts.any(0).tolist()
         for s, (read, row, own) in enumerate(zip(reads, rows, last.transpose(0, 1), strict=True)):
-            if starts is not None:
+            if starts is not None and anew[s]:
                 after[starts[:, s]] = 0
             found.append(flat[read])
             chosen.append(row[own])
             before.append(flat[chosen[-1]])
             flat[chosen[-1]] = before[-1] * keep[:, s][own][:, None] + add[:, s][own]
         ctx.save_for_backward(reads, last, keep, starts, *before, *chosen)
+        ctx.anew = anew
         return torch.stack(found, 1), after
 
     @staticmethod
@@ -121,7 +123,7 @@ class Recital(torch.autograd.Function):
             for_keep[:, s][own] = (late * before[s]).sum(-1)
             flat[chosen[s]] = late * keep[:, s][own][:, None]
             flat.index_add_(0, reads[s].flatten(), for_found[:, s].flatten(0, -2))
-            if starts is not None:
+            if starts is not None and ctx.anew[s]:
                 back[starts[:, s]] = 0
         return back, None, None, None, for_keep, for_add, None
 

@@ -15,16 +15,17 @@ from lm.evaluation.tally import Outcome
 from lm.evaluation.variants import Mode
 from lm.model import PMI
 from lm.model.proofs import draw_zeros
-from lm.model.state import Memory, map_tensors
+from lm.model.state import Remembered, map_tensors
 from tests.evaluation.conftest import make_model
 
 T, BOS = 8, 256
 LENGTHS = (40, 1, 8, 9, 7, 64, 33, 2, 16)
 
 
-@pytest.fixture(scope="module", params=["layer", "global"])
+@pytest.fixture(scope="module", params=[("layer", "null"), ("global", "{rows: 50, width: 6}")], ids=["layer", "global verbatim"])
 def model(request: pytest.FixtureRequest) -> PMI:
-    return make_model(f"memory.scope={request.param}", "memory.layers=all").double()
+    scope, verbatim = request.param
+    return make_model(f"memory.scope={scope}", "memory.layers=all", f"memory.verbatim={verbatim}").double()
 
 
 def documents(lengths: Sequence[int] = LENGTHS) -> list[Item]:
@@ -45,23 +46,21 @@ def run(model: PMI, items: list[Item], mode: Mode = "on", **options: object) -> 
 
 
 @torch.no_grad()
-def plainly(
-    model: PMI, item: Item, donated: list[tuple[Memory, ...]] | None = None, mode: Mode = "on"
-) -> tuple[list[float], list]:
+def plainly(model: PMI, item: Item, donated: list[Remembered] | None = None, mode: Mode = "on") -> tuple[list[float], list]:
     """Nats of each token, read segment by segment in a lane alone; and the memory before each segment."""
     tokens = torch.tensor([BOS, *item.read(0, item.length).tolist()])
     state, nats, memories = model.initial_state(1), [], []
     for first in range(0, item.length, T):
         cut = tokens[first : min(first + T, item.length) + 1]
         if mode == "reset":
-            state = state._replace(memories=model.initial_state(1).memories)
+            state = state.remembering(model.initial_state(1).remembered)
         if donated is not None:
-            state = state._replace(memories=donated[min(first // T, len(donated) - 1)])
-        memories.append(map_tensors(torch.clone, state.memories))
+            state = state.remembering(donated[min(first // T, len(donated) - 1)])
+        memories.append(map_tensors(torch.clone, state.remembered))
         hidden, state = model(cut[None, :-1], state)
         nats += model.head.nll(hidden, cut[None, 1:])[0].tolist()
     if item.length % T == 0:
-        memories.append(state.memories)
+        memories.append(state.remembered)
     return nats, memories
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lm.config import ModelConfig, load_model_config
 from lm.model import PMI, decoder
+from lm.model.attention import attend
 from lm.model.decoder import SquaredReLU
 from tests.model.variants import BASE, build
 
@@ -105,3 +106,23 @@ def test_one_seed_gives_one_decoder_with_memory_on_or_off(overrides: list[str]) 
     with torch.no_grad():
         (said, _), (expected, _) = (model(tokens, model.initial_state(2)) for model in models)
     torch.testing.assert_close(said, expected)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_attention_trained_in_bfloat16_is_that_of_float32_within_its_rounding(lanes: int) -> None:
+    """Laid out on processors, fused elsewhere: values and gradients; the mask of one lane or of each."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, rows, 4, 16) for rows in (8, 20, 20))
+    mask = torch.zeros(lanes * 2 if lanes > 1 else 1, 1, 8, 20).masked_fill_(torch.ones(8, 20).triu(13).bool(), -torch.inf)
+    wanted = torch.randn(3, 2, 8, 64)
+    found = {}
+    for dtype in torch.float32, torch.bfloat16:
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        mixed = attend(*given, mask)
+        assert mixed.dtype == dtype
+        found[dtype] = [mixed, *torch.autograd.grad((mixed.float() * wanted).sum(), given)]
+    for exact, rounded in zip(*found.values(), strict=True):
+        assert float((rounded.float() - exact).norm() / exact.norm()) < 0.02
+    with torch.no_grad():  # where nothing is trained it stays fused
+        fused = attend(*(x.bfloat16() for x in (q, k, v)), mask)
+    assert float((fused - found[torch.bfloat16][0]).float().abs().max()) < 0.05

@@ -15,6 +15,7 @@ VARIANTS = [
     ["memory.read=long_term"],
     ["memory.read=working", "memory.gate=memory"],
     ["memory.gate=none", "memory.delta.source=both", "memory.delta.top_k=2"],
+    ["memory.verbatim={contexts: [1, 3], rows: 40}", "memory.layers=all"],
 ]
 
 
@@ -41,6 +42,11 @@ def test_the_last_segments_reads_and_gates_are_shown_wherever_the_tail_ends(chan
             assert (layer.working_attention is None) == (config.memory.read == "long_term")
             assert (layer.long_term_attention is None) == (config.memory.read == "working")
             assert (layer.take is None) == (config.memory.gate == "none" or not config.memory.keeps_working)
+            assert (layer.verbatim_used is None) == (layer.verbatim_answers is None) == (config.memory.verbatim is None)
+            if layer.verbatim_used is not None and layer.verbatim_answers is not None:
+                assert len(layer.verbatim_used) == len(layer.verbatim_answers[0]) == 2
+                assert all(0 < share < 0.5 for share in layer.verbatim_used)
+                assert len(layer.verbatim_answers) == last
             for gate in (layer.take, layer.keep):
                 assert gate is None or all(0 < x < 1 for x in gate)
     assert all(torch.equal(x, y) for x, y in zip(tensors(state), tensors(before), strict=True))
@@ -110,3 +116,16 @@ def test_a_trace_finds_the_ids_whose_features_move_what_is_read(changes: list[st
         expected = torch.tensor([read[number][i] for number in range(2 * t)])
         assert shares[2 * t :] == [0.0, 0.0, 0.0]
         torch.testing.assert_close(torch.tensor(shares[: 2 * t]), (expected / expected.sum()).float(), rtol=0.6, atol=0.01)
+
+
+def test_a_trace_of_verbatim_tables_is_of_what_followed_the_same_wording() -> None:
+    model = build(["memory.verbatim={contexts: [1, 2], rows: 100000}"]).eval()
+    t = model.config.segment
+    ids = [5, 6, 7, 1, 6, 8, 2, 3, *[9] * t, 0, 7, 6, 1, 5, 5, 5, 5, 5, 6]  # the last wordings: "6" and "5 6"
+    assert len(ids) % t == 2
+    (layer,) = trace_reads(model, ids).layers
+    assert layer.verbatim is not None
+    assert {place for place, share in enumerate(layer.verbatim) if share > 0} == {2, 5, 2 * t + 3}  # 7, 8 and 1 came behind 6
+    assert layer.verbatim[2] > layer.verbatim[5]  # and 7 behind "5 6", too
+    assert sum(layer.verbatim) == pytest.approx(1)
+    assert trace_reads(build([]), ids).layers[0].verbatim is None

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 TWO_NODES = str(ROOT / "deploy/train/two-nodes.sh")
 EXPERIMENT: dict[str, Any] = {
     "model": "tiny",
-    "overrides": ["width=32", "feedforward=64", "heads=2", "layers=2", "segment=16", "window=16"],
+    "overrides": [
+        "width=32", "feedforward=64", "heads=2", "layers=2", "segment=16", "window=16", "memory.verbatim={rows: 50, width: 6}",
+    ],
     "seed": 3,
     "training": {
         "steps": 20, "lanes": 8, "micro_batch": 2, "segments": 3, "lr": 0.003, "warmup": 4, "weight_decay": 0.1,

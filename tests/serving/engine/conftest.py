@@ -18,7 +18,9 @@ from serving.engine import Engine, EngineConfig
 SEGMENT = 8
 CONFIG = {
     "vocab_size": 257, "layers": 2, "width": 32, "heads": 2, "feedforward": 64, "segment": SEGMENT, "window": 8,
-    "memory": {"layers": [1], "heads": 4, "slots": 4, "fragments": 3, "top_k": 3, "mlp_layers": 1},
+    "memory": {
+        "layers": [1], "heads": 4, "slots": 4, "fragments": 3, "top_k": 3, "mlp_layers": 1, "verbatim": {"rows": 50, "width": 6},
+    },
 }  # fmt: skip
 
 
