@@ -3,6 +3,7 @@
     pmi data prepare pg19 --source ... --tokenizer pieces --vocab-size 2048 --out data/pg19-2k
     python -m benchmarks.memory.text --runs runs/memory --seeds 0 1 2 --jobs 2
     python -m benchmarks.memory.text --report            # the table of what is done so far
+    python -m benchmarks.memory.text --report --plot docs/images/memory-pg19.png     # and loss by position, as a picture
 
 Every run is `pmi train`, `pmi export` and `pmi eval` (a peer: `benchmarks.memory.peers`), one thread each; what is done stays
 done, so the same command goes on where it was ended, and what came to its end is kept, document by document, in
@@ -39,7 +40,8 @@ from benchmarks.measure import RESULTS, save
 from lm.config import load_run_config
 from lm.data.prepared import open_prepared
 from lm.evaluation.compare import outcomes
-from lm.evaluation.figures import difference
+from lm.evaluation.figures import by_position, difference
+from lm.evaluation.report import centres
 from lm.evaluation.tally import Outcome
 from lm.model import PMI
 from lm.model.pretrained import from_pretrained
@@ -56,6 +58,8 @@ CONTENDERS: dict[str, list[str]] = {
 MODES = ("reset", "shuffled")
 PEERS = ("xl", "gpt2", "rwkv")
 ALL = (*CONTENDERS, *MODES, *PEERS)
+LEAST_TOKENS = 128
+"""Of a point in the picture: where only a document or two are so long, or at the very first tokens, a mean says little."""
 OUTCOMES = RESULTS / "memory_text"
 console = Console()
 
@@ -72,12 +76,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="that evaluations compute in")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     parser.add_argument("--report", action="store_true", help="only the table of what is done")
+    parser.add_argument("--plot", type=Path, help="draw loss by position in the document, over what is done")
     args = parser.parse_args()
     if not args.report:
         wanted = [(name, seed) for seed in args.seeds for name in args.contenders]
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda one: run(args, *one), wanted))
     report(args)
+    if args.plot is not None:
+        plot(args)
 
 
 def experiment(args: argparse.Namespace) -> str:
@@ -217,6 +224,48 @@ def report(args: argparse.Namespace) -> None:
     console.print(table)
     about = {"data": args.data.name, "split": args.split, "steps": args.steps, "rows": rows}
     save(f"memory_text_{args.data.name}_{args.steps}", about)
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Loss by position in the document, all seeds together, and how far each contender is from `off`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bins = {}
+    for name in ALL:
+        outcomes = [outcome for seed in args.seeds for outcome in found(args, name, seed) or []]
+        if outcomes:
+            bins[name] = [bin_ for bin_ in by_position(outcomes) if bin_["tokens"] >= LEAST_TOKENS]
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2])
+    for number, (name, own) in enumerate(bins.items()):
+        style = {
+            "marker": "o",
+            "markersize": 3,
+            "color": f"C{number}",
+            "label": name,
+            "linestyle": "--" if name in PEERS else "-",
+        }
+        above.plot(centres(own), [bin_["nats_per_token"] for bin_ in own], **style)
+        off = {bin_["first"]: bin_["nats_per_token"] for bin_ in bins.get("off", [])}
+        shared = [bin_ for bin_ in own if bin_["first"] in off]
+        below.plot(centres(shared), [bin_["nats_per_token"] - off[bin_["first"]] for bin_ in shared], **style)
+    for axis in (above, below):
+        axis.set_xscale("log")
+        axis.grid(alpha=0.3)
+    above.legend(fontsize=8, ncols=2)
+    above.set_ylabel("nats per token")
+    above.set_title(
+        f"{args.data.name}, {args.split}: {args.steps} steps, mean over what is done of {len(args.seeds)} seeds", fontsize=10
+    )
+    below.set_ylabel("above the window alone (`off`)")
+    below.set_xlabel("position in the document (tokens)")
+    figure.tight_layout()
+    args.plot.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.plot, dpi=110)
+    pyplot.close(figure)
+    console.print(f"wrote {args.plot}")
 
 
 def loss(documents: Sequence[Outcome]) -> float:

@@ -152,12 +152,12 @@ def draw(result: Result, path: Path) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=[3, 2])
     for number, (name, bins) in enumerate(result.positions.items()):
         bits = [bin_["nats_per_token"] / math.log(2) for bin_ in bins]
-        above.plot(_centres(bins), bits, "o-", markersize=3, color=f"C{number}", label=f"memory {name}")
+        above.plot(centres(bins), bits, "o-", markersize=3, color=f"C{number}", label=f"memory {name}")
         against = result.differences.get(name, {}).get("against")
         if against is not None:
             on = {bin_["first"]: bin_["nats_per_token"] / math.log(2) for bin_ in result.positions[against]}
             gaps = [x - on[bin_["first"]] for x, bin_ in zip(bits, bins, strict=True)]
-            below.plot(_centres(bins), gaps, "o-", markersize=3, color=f"C{number}", label=f"{name} - {against}")
+            below.plot(centres(bins), gaps, "o-", markersize=3, color=f"C{number}", label=f"{name} - {against}")
     below.axhline(0, color="black", linewidth=0.8)
     for axis in (above, below):
         axis.axvline(protocol["segment"], color="grey", linestyle=":", linewidth=1)
@@ -177,7 +177,8 @@ def draw(result: Result, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _centres(bins: list[dict[str, float]]) -> list[float]:
+def centres(bins: list[dict[str, float]]) -> list[float]:
+    """Where bins of positions stand on a logarithmic axis."""
     return [math.sqrt(max(bin_["first"], 0.5) * bin_["last"]) for bin_ in bins]
 
 
