@@ -158,6 +158,7 @@ def stability() -> list[str]:
         gaps = (f"{x - y:+.4f}" for x, y in zip(row["nats_per_token"], alone["nats_per_token"], strict=True))
         lines.append(f"| {row['reading']}: above that | " + " | ".join(gaps) + " |")
         lines.append(f"| {row['reading']}: memory's size | " + " | ".join(f"{x:.3f}" for x in row["memory_rms"]) + " |")
+        lines.append(f"| {row['reading']}: verbatim tables' size | " + " | ".join(f"{x:.3f}" for x in row["tables_rms"]) + " |")
     return [
         *lines,
         "",
@@ -168,12 +169,11 @@ def stability() -> list[str]:
 
 def costs() -> list[str]:
     """Training speed with memory over that without."""
-    lines = ["| preset | changed | threads | memory on over off |", "|---" * 4 + "|"]
+    lines = ["| preset | changed | precision, threads | memory on over off |", "|---" * 4 + "|"]
     for path in sorted(RESULTS.glob("memory_cost_*.json")):
         result = json.loads(path.read_text())
-        lines.append(
-            f"| `{result['preset']}` | {' '.join(result['changes'])} | {result['threads']} | {spread(result['ratio'])} |"
-        )
+        how = f"{result['precision']}, {result['threads']}"
+        lines.append(f"| `{result['preset']}` | {' '.join(result['changes'])} | {how} | {spread(result['ratio'])} |")
     return lines
 
 

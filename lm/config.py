@@ -88,13 +88,20 @@ class DeltaConfig(Schema):
 class VerbatimConfig(Schema):
     """Tables of what followed each wording (memory.verbatim)."""
 
-    contexts: list[Annotated[int, Field(ge=1, le=16)]] = Field([1, 2], min_length=1, max_length=8)
+    contexts: list[Annotated[int, Field(ge=1, le=16)]] = Field([1, 2, 3], min_length=1, max_length=8)
     """One table for each of these lengths: it is addressed by so many of the last tokens."""
-    rows: int = Field(2_048, ge=1, le=2**24)
+    rows: int = Field(2_048, ge=1, le=2**20)
     """Rows of each table. With as many as the vocabulary has ids, each has a row of its own for wordings of one token; longer
     ones share rows by hash."""
     width: int = Field(64, ge=1, le=4_096)
     """Features of a row."""
+
+    @field_validator("contexts")
+    @classmethod
+    def _contexts_differ(cls, contexts: list[int]) -> list[int]:
+        if len(set(contexts)) < len(contexts):
+            raise ValueError(f"{contexts} names a length twice; each has one table")
+        return contexts
 
 
 class MemoryConfig(Schema):
@@ -128,13 +135,18 @@ class MemoryConfig(Schema):
     delta: DeltaConfig = DeltaConfig()
     """Settings of consolidation: delta."""
     verbatim: VerbatimConfig | None = None
-    """Beside both levels, tables of what followed each wording in the document: one for the model, read in the memory layers
-    (null: none; {}: with their defaults)."""
+    """Beside both levels, tables of what followed each wording in the document: one set for the model, read in the memory layers
+    (off: none; {}: with their defaults)."""
     read: Literal["both", "working", "long_term"] = "both"
     """Which levels are read. long_term is the paper's w/o 3; working keeps no long-term memory."""
     correction: bool = False
     """Whether what was read from long-term memory attends to what was read from working memory (needs read: both).
     false is the paper's w/o 2."""
+
+    @field_validator("verbatim", mode="before")
+    @classmethod
+    def _verbatim_off(cls, value: Any) -> Any:
+        return None if value is False or value == "off" else value  # YAML reads a bare `off` as false
 
     @field_validator("correction")
     @classmethod
@@ -275,7 +287,12 @@ def _unfit(memory: MemoryConfig, bad: set[str], model: dict[str, Any]) -> list[I
         problems.append(("", segment, f"{why}; set segment to 2 or more, or memory: off"))
     if segment == 1 and "verbatim" not in bad and memory.verbatim is not None:
         why = "in a segment of 1 token nothing follows anything, so that verbatim tables would stay empty"
-        problems.append(("verbatim", segment, f"{why}; set segment to 2 or more, or memory.verbatim: null"))
+        problems.append(("verbatim", segment, f"{why}; set segment to 2 or more, or memory.verbatim: off"))
+    elif segment and "verbatim" not in bad and memory.verbatim is not None and max(memory.verbatim.contexts) >= segment:
+        why = f"wordings end with their segment of {segment} tokens and must be shorter"
+        problems.append(
+            ("verbatim", memory.verbatim.contexts, f"contexts: {why}; leave out those that are not, or raise segment")
+        )
     return [
         InitErrorDetails(type="value_error", loc=(key,) if key else (), input=given, ctx={"error": said})
         for key, given, said in problems
@@ -285,6 +302,13 @@ def _unfit(memory: MemoryConfig, bad: set[str], model: dict[str, Any]) -> list[I
 def _details(item: dict[str, Any]) -> InitErrorDetails:
     """An error of pydantic's, to be raised again."""
     return InitErrorDetails(type=item["type"], loc=item["loc"], input=item["input"], ctx=item.get("ctx", {}))
+
+
+def with_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """A model configuration as an earlier version wrote it, with the keys that have come since; as it is where it is none."""
+    with suppress(ValidationError):
+        return ModelConfig.model_validate(model).model_dump(mode="json")
+    return model
 
 
 class OptimiserConfig(Schema):

@@ -34,8 +34,9 @@ def main() -> None:
     seconds = in_turns({"on": step_of(PMI(on), tokens, bf16), "off": step_of(PMI(off), tokens, bf16)}, args.rounds)
     found = ratio(seconds["on"], seconds["off"])
     print(f"{args.preset} {' '.join(args.set)}: memory on over off {found}, {args.threads} thread(s)")
-    about = {"preset": args.preset, "changes": args.set, "lanes": args.lanes, "segments": args.segments, "threads": args.threads}
-    save(f"memory_cost_{args.preset}", {**about, "ratio": found})
+    about = {"preset": args.preset, "changes": args.set, "precision": args.precision, "threads": args.threads}
+    about |= {"lanes": args.lanes, "segments": args.segments}
+    save(f"memory_cost_{args.preset}_{args.precision}", {**about, "ratio": found})
 
 
 if __name__ == "__main__":

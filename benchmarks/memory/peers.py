@@ -1,6 +1,6 @@
 """Other people's models on the same text: trained on the same tokens in the same order, read over the same documents.
 
-    python -m benchmarks.memory.peers --peer xl --data data/pg19-2k --seed 0 --steps 1200 --out runs/memory/pg19-2k-1200/xl-0
+    python -m benchmarks.memory.peers --peer xl --data data/pg19-2k --seed 0 --out runs/memory/pg19-2k-600/xl-0
 
 xl      x-transformers' decoder with Transformer-XL recurrence: our segment and window; the window is carried on
 gpt2    Hugging Face GPT-2: rows of `segments x segment` tokens; evaluated in windows of that length that overlap by half

@@ -8,6 +8,7 @@
 
 import argparse
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.measure import save
 from benchmarks.memory.text import command
+from lm.config import load_model_config
 
 DISTANCES = "1,8,64"
 LEARNED = ["memory.layers=[1]", "memory.fragments=2", "memory.delta.key_width=64", "memory.delta.value_width=64"]
@@ -47,18 +49,21 @@ def main() -> None:
         cells = (f"{p['accuracy']:.3f} ({p['low']:.3f}-{p['high']:.3f})" for p in row["points"])
         table.add_row(row["setup"], str(row["seed"]), *cells)
     console.print(table)
-    save("memory_recall", {"distances": DISTANCES, "memory": MEMORY, "rows": found})
+    save("memory_recall", {"distances": DISTANCES, "memory": MEMORY, "without_tables": LEARNED, "rows": found})
 
 
 def run(runs: Path, name: str, seed: int) -> dict[str, object]:
     """One setup, to its report."""
     out = runs / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     report = out / "report.json"
+    memory = ["memory=off"] if "window" in name else LEARNED if "verbatim" in name else MEMORY
     if not report.exists():
-        memory = [] if "window" in name else LEARNED if "verbatim" in name else MEMORY
-        changes = [part for change in memory for part in ("--set", change)]
+        changes = [] if "window" in name else [part for change in memory for part in ("--set", change)]
         command(out, "lm", "recall", *SETUPS[name], *changes, "--distances", DISTANCES, "--seed", seed, "--out", out)
-    return {"setup": name, "seed": seed, "points": json.loads(report.read_text())["results"]}
+    about = json.loads(report.read_text())
+    if about["request"]["model"] != load_model_config("recall", memory).model_dump(mode="json"):
+        sys.exit(f"{out} is of another model: remove it, or name another folder with --runs")
+    return {"setup": name, "seed": seed, "points": about["results"]}
 
 
 if __name__ == "__main__":

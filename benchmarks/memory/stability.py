@@ -38,7 +38,7 @@ class Reading:
     nats: np.ndarray
     """Per segment."""
     sizes: np.ndarray
-    """Root mean square of the memory after each call."""
+    """Root mean square after each call: of the memories, and of the verbatim tables [calls, 2]."""
     finite: bool
 
 
@@ -66,7 +66,8 @@ def main() -> None:
         {
             "reading": name,
             "nats_per_token": [float(part.mean() / segment) for part in np.array_split(reading.nats, STRETCHES)],
-            "memory_rms": [float(np.mean(part)) for part in np.array_split(reading.sizes, STRETCHES)],
+            "memory_rms": [float(part[:, 0].mean()) for part in np.array_split(reading.sizes, STRETCHES)],
+            "tables_rms": [float(part[:, 1].mean()) for part in np.array_split(reading.sizes, STRETCHES)],
             "finite": reading.finite,
         }
         for name, reading in readings.items()
@@ -96,7 +97,7 @@ def read(model: PMI, tokens: Tensor, starts: Tensor) -> Reading:
     inputs[starts, 0] = bos
     targets, state = tokens[1:].view(-1, segment), model.initial_state(1)
     # made before the large blocks that come and go: what stays in between would keep the allocator from using those again
-    nats, sizes = np.zeros(len(inputs)), np.zeros(-(-len(inputs) // CALL))
+    nats, sizes = np.zeros(len(inputs)), np.zeros((-(-len(inputs) // CALL), 2))
     for at in track(range(0, len(inputs), CALL), "reading", console=console):
         here = slice(at, at + CALL)
         hidden, state = model(inputs[here].reshape(1, -1), state, starts=starts[here][None])
@@ -104,8 +105,9 @@ def read(model: PMI, tokens: Tensor, starts: Tensor) -> Reading:
             model.head.logits(hidden[0]).double(), targets[here].flatten(), reduction="none"
         )
         nats[here] = losses.view(-1, segment).sum(1).numpy()
-        levels = [level for level in tensors(state.remembered) if level.numel()]
-        sizes[at // CALL] = float(torch.cat([level.flatten() for level in levels]).square().mean().sqrt())
+        for level, tree in enumerate((state.memories, state.verbatim)):
+            if parts := [x.flatten() for x in tensors(tree) if x.numel()]:
+                sizes[at // CALL, level] = float(torch.cat(parts).square().mean().sqrt())
     return Reading(nats, sizes, bool(np.isfinite(nats).all() and np.isfinite(sizes).all()))
 
 
@@ -118,6 +120,7 @@ def show(about: dict) -> None:
         gaps = (f"{x - y:+.4f}" for x, y in zip(row["nats_per_token"], alone, strict=True))
         table.add_row(f"{row['reading']}: above the books alone", *gaps)
         table.add_row(f"{row['reading']}: memory's size", *(f"{x:.3f}" for x in row["memory_rms"]))
+        table.add_row(f"{row['reading']}: tables' size", *(f"{x:.3f}" for x in row["tables_rms"]))
     console.print(table)
     console.print("all numbers finite" if all(row["finite"] for row in about["rows"]) else "NOT all numbers are finite")
 

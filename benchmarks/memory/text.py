@@ -12,7 +12,7 @@ benchmarks/results/memory_text/: the table is made from that, and no run is made
 on         the configuration
 off        the window alone
 wide       the window alone, with a feed-forward network that makes it as large as `on`
-far        the window alone, with a window that makes its state as large as that of `on`
+far        the window alone, with a window that makes its state as large as that of `on` (in float32)
 longer     the window alone, trained for as much processor time as `on` (by the ratio that benchmarks.memory.cost measured)
 reset      the model of `on`, its memory reset at each segment when it is evaluated
 shuffled   the model of `on`, reading the memory that the next book had
@@ -60,6 +60,7 @@ PEERS = ("xl", "gpt2", "rwkv")
 ALL = (*CONTENDERS, *MODES, *PEERS)
 LEAST_TOKENS = 128
 """Of a point in the picture: where only a document or two are so long, or at the very first tokens, a mean says little."""
+IDENTITY = "identity.json"
 OUTCOMES = RESULTS / "memory_text"
 console = Console()
 
@@ -102,7 +103,8 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
         name = "on" if name in MODES else "off"
     steps = args.steps
     if name == "longer":
-        steps = round(steps / speed(load_run_config(args.config, [f"data={args.data}"]).model))
+        run = load_run_config(args.config, [f"data={args.data}"])
+        steps = round(steps / speed(run.model, run.training.precision))
     changes = [f"data={args.data}", f"seed={seed}", f"training.steps={steps}", f"evaluation.interval={steps}"]
     feedforward, window = matched(args) if name in ("wide", "far") else (0, 0)
     return changes + [change.format(feedforward=feedforward, window=window) for change in CONTENDERS[name]]
@@ -118,25 +120,42 @@ def matched(args: argparse.Namespace) -> tuple[int, int]:
     return feedforward, config.window + round(config.window * memory / window)
 
 
-def identity(args: argparse.Namespace, name: str, seed: int) -> dict[str, str]:
-    """What a kept outcome is of: the prepared data, the configuration (keys at their defaults left out), how it was read."""
+def training(args: argparse.Namespace, name: str, seed: int) -> dict[str, str]:
+    """What a run folder is trained on: the prepared data, and the configuration (keys at their defaults left out)."""
     prepared, run = open_prepared(args.data), load_run_config(args.config, settings(args, name, seed))
     config = run.model_dump(mode="json", exclude_defaults=True, exclude={"data", "overrides"})
     config["model"] = checked_model(run, prepared).model_dump(mode="json", exclude_defaults=True)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
-    return {"data": prepared.fingerprint, "configuration": digest, "dtype": args.dtype}
+    return {"data": prepared.fingerprint, "configuration": digest}
+
+
+def identity(args: argparse.Namespace, name: str, seed: int) -> dict[str, str]:
+    """What a kept outcome is of: whose, what it was trained on, and how it was read."""
+    return {"contender": name, **training(args, name, seed), "split": args.split, "dtype": args.dtype}
+
+
+def claim(path: Path, wanted: dict[str, str], had: dict[str, Any] | None = None) -> None:
+    """End with a message where `path` (or what was read of it) is of something else; a new file says what its folder is of."""
+    if had is None and path.exists():
+        had = json.loads(path.read_text())
+    if had is None and path.parent.exists() and any(path.parent.iterdir()):
+        sys.exit(f"{path.parent} does not say what it is of: remove it, or name another folder with --runs")
+    if other := [f"{key} {had.get(key)}, now {value}" for key, value in wanted.items() if had and had.get(key) != value]:
+        sys.exit(f"{path} is of {'; '.join(other)}: take the data and configuration it was made with, or remove it")
+    if had is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(wanted) + "\n")
 
 
 def run(args: argparse.Namespace, name: str, seed: int) -> None:
     """Train, export, evaluate, keep the outcome; each is left alone where it is done."""
     path, of = kept(args, name, seed), identity(args, name, seed)
     if path.exists():
-        had = json.loads(path.read_text())
-        if other := [f"{key} {had.get(key)}, now {value}" for key, value in of.items() if had.get(key) != value]:
-            sys.exit(f"{path} is of {'; '.join(other)}: take the data and configuration it was made with, or remove it")
+        claim(path, of)
         return
     out = args.runs / experiment(args) / f"{name}-{seed}"
     if name in PEERS:
+        claim(out / IDENTITY, of)
         if not (out / "outcomes.json").exists():
             command(out, "benchmarks.memory.peers", "--peer", name, "--config", args.config, "--data", args.data,
                     "--split", args.split, "--seed", seed, "--steps", args.steps, "--dtype", args.dtype,
@@ -158,6 +177,7 @@ def run(args: argparse.Namespace, name: str, seed: int) -> None:
 def trained(args: argparse.Namespace, name: str, seed: int) -> Path:
     """The folder of a contender's model, which is trained where it is not there yet."""
     out = args.runs / experiment(args) / f"{name}-{seed}"
+    claim(out / IDENTITY, training(args, name, seed))
     sets = [part for change in settings(args, name, seed) for part in ("--set", change)]
     if not (out / "model" / "config.json").exists():
         command(out, "lm", "train", "--config", args.config, *sets, "--out", out)
@@ -172,11 +192,12 @@ def keep(path: Path, of: dict[str, str], parameters: int, documents: Sequence[Ou
     path.write_text(json.dumps({**of, "parameters": parameters, "outcomes": rows}, separators=(",", ":")) + "\n")
 
 
-def speed(preset: str) -> float:
+def speed(preset: str, precision: str) -> float:
     """Tokens/s of `on` over those of `off`, as benchmarks.memory.cost measured it."""
-    path = RESULTS / f"memory_cost_{preset}.json"
+    path = RESULTS / f"memory_cost_{preset}_{precision}.json"
     if not path.is_file():
-        sys.exit(f"`longer` needs the ratio of speeds: run `python -m benchmarks.memory.cost --preset {preset}` first")
+        wanted = f"python -m benchmarks.memory.cost --preset {preset} --precision {precision}"
+        sys.exit(f"`longer` needs the ratio of speeds: run `{wanted}` first")
     return float(json.loads(path.read_text())["ratio"]["median"])
 
 
@@ -192,9 +213,14 @@ def command(out: Path, module: str, *words: object) -> None:
 
 
 def found(args: argparse.Namespace, name: str, seed: int) -> list[Outcome] | None:
-    """The documents of a run that is done."""
+    """The documents of a run that is done; those of another configuration are refused, where the data are at hand to tell."""
     path = kept(args, name, seed)
-    return [Outcome.from_row(row) for row in json.loads(path.read_text())["outcomes"]] if path.exists() else None
+    if not path.exists():
+        return None
+    about = json.loads(path.read_text())
+    if args.data.exists():
+        claim(path, identity(args, name, seed), about)
+    return [Outcome.from_row(row) for row in about["outcomes"]]
 
 
 def report(args: argparse.Namespace) -> None:
@@ -233,11 +259,12 @@ def plot(args: argparse.Namespace) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bins = {}
+    bins, beside = {}, {}
     for name in ALL:
-        outcomes = [outcome for seed in args.seeds for outcome in found(args, name, seed) or []]
-        if outcomes:
-            bins[name] = [bin_ for bin_ in by_position(outcomes) if bin_["tokens"] >= LEAST_TOKENS]
+        seeds = [seed for seed in args.seeds if kept(args, name, seed).exists()]
+        if seeds:
+            bins[name] = _positions(args, name, seeds)
+            beside[name] = _positions(args, "off", [seed for seed in seeds if kept(args, "off", seed).exists()])
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2])
     for number, (name, own) in enumerate(bins.items()):
         style = {
@@ -248,7 +275,7 @@ def plot(args: argparse.Namespace) -> None:
             "linestyle": "--" if name in PEERS else "-",
         }
         above.plot(centres(own), [bin_["nats_per_token"] for bin_ in own], **style)
-        off = {bin_["first"]: bin_["nats_per_token"] for bin_ in bins.get("off", [])}
+        off = {bin_["first"]: bin_["nats_per_token"] for bin_ in beside[name]}  # of the same seeds
         shared = [bin_ for bin_ in own if bin_["first"] in off]
         below.plot(centres(shared), [bin_["nats_per_token"] - off[bin_["first"]] for bin_ in shared], **style)
     for axis in (above, below):
@@ -266,6 +293,11 @@ def plot(args: argparse.Namespace) -> None:
     figure.savefig(args.plot, dpi=110)
     pyplot.close(figure)
     console.print(f"wrote {args.plot}")
+
+
+def _positions(args: argparse.Namespace, name: str, seeds: list[int]) -> list[dict[str, float]]:
+    outcomes = [outcome for seed in seeds for outcome in found(args, name, seed) or []]
+    return [bin_ for bin_ in by_position(outcomes) if bin_["tokens"] >= LEAST_TOKENS]
 
 
 def loss(documents: Sequence[Outcome]) -> float:

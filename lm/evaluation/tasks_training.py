@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from lm.config import OptimiserConfig
+from lm.config import OptimiserConfig, with_defaults
 from lm.data.files import write_atomically
 from lm.errors import UserError
 from lm.evaluation.tasks_report import progress
@@ -78,6 +78,8 @@ def claim(out: Path, request: dict[str, Any], growing: dict[str, Any] | None = N
     if path.is_file():
         had = json.loads(path.read_text())
         had = {**{key: request[key] for key in growing}, **had}
+        if isinstance(had.get("model"), dict):
+            had["model"] = with_defaults(had["model"])
         other = [f"{key} {had.get(key)!r}, now {value!r}" for key, value in request.items() if had.get(key) != value]
         if other:
             raise UserError(f"{out}: is of a run with {'; '.join(other)}. Choose another --out, or the same settings to go on")

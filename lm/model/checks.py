@@ -137,7 +137,8 @@ def check_state(model: "PMI", state: State) -> None:
             raise StateError(f"{name} is on {x.device}, the model on {model.device}; use state.to(model.device)")
     if int(state.position.min()) < 0:
         raise StateError(f"positions must be 0 or more; got {state.position.tolist()}")
-    for name, x in () if model.training else named_tensors(state.remembered):
+    # not verbatim tables: they are large, are looked at when they change, and what is read of them shows in the results
+    for name, x in () if model.training else named_tensors(state.memories, "memories"):
         if not finite(x):
             lanes = (~x.isfinite().flatten(1).all(1)).nonzero().squeeze(-1).tolist()
             raise StateError(f"lanes {lanes}: {name} is not finite before the call; reset these lanes or restore a snapshot")
@@ -150,7 +151,9 @@ def finite(x: Tensor) -> bool:
 
 def check_finite(hidden: Tensor, state: State, donated: bool) -> None:
     """Raise NotFiniteError if a result is not finite, naming the lanes and the parts of the state that are not."""
-    memories = [x for _, x in named_tensors(state.remembered)]
+    memories = [x for _, x in named_tensors(state.memories)]
+    if state.tokens.shape[1] and bool((state.position % state.tokens.shape[1] == 0).any()):
+        memories.append(state.verbatim)  # changes at a segment's end
     if finite(hidden) and all(finite(x) for x in memories):
         return
     bad = torch.stack([~x.isfinite().flatten(1).all(1) for x in (hidden, *memories)]).any(0)

@@ -27,7 +27,7 @@ from lm.model.attention import MAX_TOKENS, Rotary, Span, WindowAttention, aligne
 from lm.model.checks import check_call, check_finite, check_lanes
 from lm.model.memory import MemoryModule, memory_shapes
 from lm.model.state import Memory, Open, Readout, Remembered, State, exact, map_tensors, where_lanes
-from lm.model.verbatim import VerbatimWrite, addresses, look_up, recite, table_shape
+from lm.model.verbatim import VerbatimWrite, addresses, addresses_at, look_up, recite, table_shape
 from lm.model.vocabulary import Embedding, Head
 
 
@@ -110,9 +110,9 @@ class PMI(nn.Module):
         self.memories = nn.ModuleList(MemoryModule(config) for _ in range(min(n, 1) if self.shared_weights else n))
         _draw(self.memories)
         self.initial_memory = InitialMemory(config, min(n, 1) if self.shared_state else n)
-        self.tables = memory.verbatim if memory is not None else None
-        if self.tables is not None:
-            self.verbatim = VerbatimWrite(config.width, self.tables)
+        self.wordings = memory.verbatim if memory is not None else None
+        if self.wordings is not None:
+            self.verbatim = VerbatimWrite(config.width, self.wordings)
             _draw(self.verbatim)
         self.norm = nn.LayerNorm(config.width)
         self.head = Head(self.embedding)
@@ -128,9 +128,7 @@ class PMI(nn.Module):
             nn.init.zeros_(block.fall.weight)
         for memory in cast(Iterable[MemoryModule], self.memories):
             memory.initialise()
-        if (
-            self.tables is not None
-        ):  # every token is written alike, and every answer let through alike (memory.py), until it is learned
+        if self.wordings is not None:  # all tokens are written alike, and what is found let through alike, until it is learned
             nn.init.zeros_(self.verbatim.strength.weight)
         # logits of unit variance at the start, however wide the embedding was drawn
         nn.init.constant_(self.norm.weight, 1 / (self.config.embedding_std * math.sqrt(self.config.width)))
@@ -176,7 +174,7 @@ class PMI(nn.Module):
             verbatim=zeros(*table_shape(config)),
             readouts=tuple(Readout(*(zeros(*shape) for shape in shapes)) for shapes in self._readout_shapes()),
             open=tuple(Open(*(zeros(*shape) for shape in self._open_shapes())) for _ in self.layers_with_memory),
-            tokens=torch.zeros(lanes, config.segment if self.tables else 0, dtype=torch.long, device=device),
+            tokens=torch.zeros(lanes, config.segment if self.wordings else 0, dtype=torch.long, device=device),
         )
 
     def reset(self, state: State, lanes: Sequence[int] | Tensor) -> State:
@@ -302,7 +300,7 @@ class PMI(nn.Module):
 
         def recall(j: int, h: Tensor) -> tuple[Readout, Tensor | None]:
             nonlocal found, verbatim
-            if j == 0 and self.tables is not None:
+            if j == 0 and self.wordings is not None:
                 found, verbatim = self._recite(ids, embedded, h, verbatim, starts)
             if self.shared_state:
                 return shared[0 if self.shared_weights else j], found
@@ -328,11 +326,10 @@ class PMI(nn.Module):
         span = partial_span(self.rotary, self.causal, valid, offset, counts, tokens.shape[1])
 
         found, ids = None, state.tokens
-        if self.tables is not None:
+        if self.wordings is not None:
             ids = span.put(ids, tokens, 0, donate)
-            rows = (offset[:, None] + torch.arange(tokens.shape[1], device=self.device)).clamp(max=t - 1)
-            reads = addresses(ids[:, None], self.tables)
-            found = look_up(state.verbatim, reads.gather(-1, rows[:, None, None].expand(-1, 1, reads.shape[2], -1)))
+            offsets = offset[:, None] + torch.arange(tokens.shape[1], device=self.device)
+            found = look_up(state.verbatim, addresses_at(ids, offsets, self.wordings))
 
         def recall(j: int, h: Tensor) -> tuple[Readout, Tensor | None]:
             readout = state.readouts[0 if self.shared_state and self.shared_weights else j]
@@ -403,7 +400,7 @@ class PMI(nn.Module):
                     for j, (memory, h) in enumerate(zip(state.memories, features, strict=True))
                 )
         verbatim = state.verbatim
-        if self.tables is not None:
+        if self.wordings is not None:
             ids = state.tokens[:, None]
             verbatim = self._recite(ids, self.embedding(ids), features[0], verbatim, None)[1]
         turned = self.rotary.angles(torch.tensor(t, device=self.device), self.causal.dtype, back=True)
@@ -424,8 +421,8 @@ class PMI(nn.Module):
     def _recite(self, ids: Tensor, embedded: Tensor, h: Tensor, tables: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
         """What whole segments `ids [b, s, t]` find in the verbatim tables, each behind those before it, and the tables after;
         `h` are the features of the first memory layer."""
-        assert self.tables is not None
-        reads = addresses(ids, self.tables)
+        assert self.wordings is not None
+        reads = addresses(ids, self.wordings)
         with _float32(self.device):
             return recite(tables, reads, self.verbatim(embedded, h, reads), starts)
 

@@ -106,7 +106,7 @@ def _noting(model: PMI) -> Iterator[list[tuple[Readout, Tensor, Tensor | None]]]
 
     modules = [cast(MemoryModule, module) for module in model.memories]
     hooks = [module.read.register_forward_pre_hook(note) for module in modules]
-    hooks += [module.verbatim.register_forward_pre_hook(note_found) for module in modules if model.tables]
+    hooks += [module.verbatim.register_forward_pre_hook(note_found) for module in modules if model.wordings]
     try:
         yield notes
     finally:
@@ -242,7 +242,7 @@ def _features(model: PMI, ids: Sequence[int]) -> list[list[Tensor]]:
 
 def _found(model: PMI, ids: Sequence[int], written: list[list[Tensor]], first: int) -> tuple[Tensor | None, list[list[Tensor]]]:
     """What the last of `ids` finds in the verbatim tables, and the embedded segments, from `first` on, that it hangs on."""
-    if model.tables is None:
+    if model.wordings is None:
         return None, []
     t, leaves = model.config.segment, []
     tables = model.initial_state(1).verbatim
@@ -251,11 +251,11 @@ def _found(model: PMI, ids: Sequence[int], written: list[list[Tensor]], first: i
         embedded = model.embedding(segment).detach()
         if s >= first:
             leaves.append([embedded.requires_grad_()])
-        reads = addresses(segment, model.tables)
+        reads = addresses(segment, model.wordings)
         with torch.set_grad_enabled(s >= first):
             tables = recite(tables, reads, model.verbatim(embedded, features[0], reads), None)[1]
     last = torch.tensor([[list(ids[len(written) * t :])]], device=model.device)
-    return look_up(tables, addresses(last, model.tables)[..., -1:]), leaves
+    return look_up(tables, addresses(last, model.wordings)[..., -1:]), leaves
 
 
 def _shares(read: Tensor | None, leaves: list[list[Tensor]], early: int, count: int) -> list[float] | None:

@@ -104,6 +104,12 @@ def _tokens(model: PMI, generator: torch.Generator, lanes: int, count: int) -> T
     return torch.randint(0, model.config.vocab_size, (lanes, count), generator=generator).to(model.device)
 
 
+def _again(tokens: Tensor, t: int, first: int, second: int) -> Tensor:
+    """Tokens whose segment at `second` says again what that at `first` said: random text hardly comes back to a wording."""
+    tokens[:, second : second + t] = tokens[:, first : first + t]
+    return tokens
+
+
 def _difference(a: Tensor, b: Tensor) -> float:
     if not a.numel():
         return 0.0
@@ -152,7 +158,7 @@ def cutting(model: PMI, generator: torch.Generator) -> Proof:
 def _cut(model: PMI, generator: torch.Generator) -> float:
     """Largest difference between one call and several."""
     t = model.config.segment
-    tokens = _tokens(model, generator, 2, 3 * t + max(1, t // 3))
+    tokens = _again(_tokens(model, generator, 2, 3 * t + max(1, t // 3)), t, t, 2 * t)
     whole, after = model(tokens, model.initial_state(2))
     worst = 0.0
     for steps in (
@@ -203,7 +209,8 @@ def snapshot_and_tail(model: PMI, generator: torch.Generator) -> Proof:
 
 def gradients(model: PMI, generator: torch.Generator) -> Proof:
     """Every parameter gets gradient from three segments."""
-    tokens = _tokens(model, generator, 4, 3 * model.config.segment + 1)
+    t = model.config.segment
+    tokens = _again(_tokens(model, generator, 4, 3 * t + 1), t, t, 2 * t)
     # every cluster of an adaptive softmax must be hit for its parameters to be reached
     edges = [0, *model.config.cutoffs]
     tokens[0, : len(edges)] = torch.tensor(edges[: tokens.shape[1]], device=tokens.device)
@@ -310,7 +317,7 @@ def _state_difference(a: State, b: State) -> float:
 
 @torch.no_grad()
 def liveness(model: PMI, generator: torch.Generator) -> Proof:
-    """A token beyond the reach of every window still moves later hidden features: memory carries it."""
+    """A token beyond the reach of every window still moves later hidden features (its wording comes again): memory carries it."""
     config, t = model.config, model.config.segment
     needed = LIVE * TOLERANCE[torch.float32]
     if config.memory is None:
@@ -319,7 +326,7 @@ def liveness(model: PMI, generator: torch.Generator) -> Proof:
     reach = config.layers * math.ceil(config.window / t) * t + t
     place = 2 * t + t // 2  # not in the first segment: a memory that takes in only its first write is not alive
     count = math.ceil((place + reach + 2) / t) * t
-    tokens = _tokens(model, generator, 1, count + t)
+    tokens = _again(_tokens(model, generator, 1, count + t), t, 2 * t, count)
     changed = tokens.clone()
     around = slice(place - min(2, t // 4), place + 1)
     changed[0, around] = _other(model, changed[0, around])

@@ -45,7 +45,7 @@ def summarise(name: str, config: ModelConfig) -> Summary:
         "attention": [block.attention for block in model.blocks],
         "feed-forward": [[block.rise, block.fall] for block in model.blocks],
         "memory": model.memories,
-        "verbatim tables' write": model.verbatim if model.tables else [],
+        "verbatim tables' write": model.verbatim if model.wordings else [],
         "initial memory": model.initial_memory,
     }
     counted: set[int] = set()

@@ -1,7 +1,7 @@
 """Verbatim memory: tables of what followed each wording, for as long as the document lasts.
 
-Long-term memory learns what to write under which key. This one need not: the key is the wording itself, a hash of the last one or
-two tokens, and what is written under it is the token that followed. It is the delta rule with keys of which one element is 1:
+Long-term memory learns what to write under which key. This one need not: the key is the wording itself, a hash of the last
+tokens, and what is written under it is the token that followed. It is the delta rule with keys of which one element is 1:
 
     row <- row + strength * (value - row)          value: learned features of the token that followed, of mean square one
 
@@ -15,11 +15,13 @@ Axes: b lane, s segment, t token of a segment, c table, r row, v value feature, 
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lm.config import ModelConfig, VerbatimConfig
 from lm.model.delta import ANSWER_FLOOR, Unit
@@ -29,18 +31,38 @@ MULTIPLIER = 6364136223846793005
 """Of the hash (Knuth's linear congruential generator)."""
 
 
+NOTHING = -1
+"""Stands for the tokens before a segment."""
+
+
 def addresses(tokens: Tensor, config: VerbatimConfig) -> Tensor:
     """The row of each table that the wording up to each of the tokens `[b, s, t]` of whole segments points at [b, s, c, t]."""
-    rows, t = [], tokens.shape[-1]
+    tokens, t = tokens.long(), tokens.shape[-1]
+    return _rows(lambda lag: F.pad(tokens[..., : max(0, t - lag)], (min(lag, t), 0), value=NOTHING), config)
+
+
+def addresses_at(segment: Tensor, offsets: Tensor, config: VerbatimConfig) -> Tensor:
+    """The same [b, 1, c, n] of the tokens at `offsets [b, n]` of open segments `[b, t]`."""
+
+    def earlier(lag: int) -> Tensor:
+        places = offsets - lag
+        found = segment.gather(1, places.clamp(0, segment.shape[1] - 1))
+        return found.masked_fill(places < 0, NOTHING)[:, None]
+
+    return _rows(earlier, config)
+
+
+def _rows(earlier: Callable[[int], Tensor], config: VerbatimConfig) -> Tensor:
+    """The rows of all tables, from the tokens so many places `earlier`."""
+    rows = []
     for length in config.contexts:
         if length == 1:  # every token has a row of its own, where there are as many
-            rows.append(tokens.remainder(config.rows))
+            rows.append(earlier(0).remainder(config.rows))
             continue
-        mixed = torch.zeros_like(tokens)
+        mixed: Tensor | int = 0
         for lag in range(length - 1, -1, -1):
-            earlier = F.pad(tokens[..., : max(0, t - lag)], (min(lag, t), 0), value=-1)  # before a segment there is nothing
-            mixed = (mixed + earlier + 2) * MULTIPLIER
-        rows.append((mixed >> 33).remainder(config.rows))  # the upper bits are the well-mixed ones; overflow wraps around
+            mixed = (mixed + earlier(lag) + 2) * MULTIPLIER  # overflow wraps around
+        rows.append((cast(Tensor, mixed) >> 33).remainder(config.rows))  # the upper bits are the well-mixed ones
     return torch.stack(rows, 2)
 
 
@@ -50,7 +72,7 @@ def table_shape(config: ModelConfig) -> tuple[int, ...]:
     return (len(verbatim.contexts), verbatim.rows, verbatim.width) if verbatim else (0, 0, 0)
 
 
-class Writes(NamedTuple):
+class Entries(NamedTuple):
     """What segments write: the token at t under the wording up to t - 1, so there are t - 1 of each."""
 
     rows: Tensor  # [b, s, c, t - 1] where to
@@ -68,7 +90,7 @@ class VerbatimWrite(nn.Module):
         self.value = nn.Linear(width, tables * config.width, bias=False)
         self.strength = nn.Linear(width, tables)
 
-    def forward(self, embedded: Tensor, h: Tensor, rows: Tensor) -> Writes:
+    def forward(self, embedded: Tensor, h: Tensor, rows: Tensor) -> Entries:
         """What whole segments write: tokens with the embedding `[b, s, t, d]`, the features `h [b, s, t, d]` and the addresses
         `rows [b, s, c, t]`."""
         x = F.layer_norm(exact(embedded)[:, :, 1:], embedded.shape[-1:])
@@ -79,7 +101,7 @@ class VerbatimWrite(nn.Module):
         same = rows[..., :, None] == rows[..., None, :]
         later, together, kept = same.triu(1), same.to(kept.dtype), kept.mT
         left = F.logsigmoid(wish) + (later * kept).sum(-1, keepdim=True)  # of each write, when the segment has ended
-        return Writes(rows, ~later.any(-1), (same * kept).sum(-1).exp(), together @ (left.exp() * values))
+        return Entries(rows, ~later.any(-1), (same * kept).sum(-1).exp(), together @ (left.exp() * values))
 
 
 class Recital(torch.autograd.Function):
@@ -93,9 +115,8 @@ class Recital(torch.autograd.Function):
     def forward(
         ctx: Any, tables: Tensor, reads: Tensor, rows: Tensor, last: Tensor, keep: Tensor, add: Tensor, starts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        b, c, r, v = tables.shape
-        base = torch.arange(b * c, device=tables.device).view(b, 1, c, 1) * r
-        reads, rows = (reads + base).transpose(0, 1), (rows + base).transpose(0, 1)
+        v = tables.shape[-1]
+        reads, rows = (_flat(places, tables).transpose(0, 1) for places in (reads, rows))
         after = tables.clone()
         flat, found, before, chosen = after.view(-1, v), [], [], []
         anew = [False] * len(reads) if starts is None else starts.any(0).tolist()
@@ -111,6 +132,7 @@ class Recital(torch.autograd.Function):
         return torch.stack(found, 1), after
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, for_found: Tensor, for_after: Tensor) -> tuple[Tensor | None, ...]:
         reads, last, keep, starts, *rest = ctx.saved_tensors
         before, chosen = rest[: len(reads)], rest[len(reads) :]
@@ -128,17 +150,21 @@ class Recital(torch.autograd.Function):
         return back, None, None, None, for_keep, for_add, None
 
 
-def recite(tables: Tensor, reads: Tensor, writes: Writes, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+def recite(tables: Tensor, reads: Tensor, entries: Entries, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     """What each token of whole segments finds [b, s, c, t, v] under `reads [b, s, c, t]`, and the tables after them."""
-    found, after = Recital.apply(tables, reads, *writes, starts)
+    found, after = Recital.apply(tables, reads, *entries, starts)
     return found, after
 
 
 def look_up(tables: Tensor, reads: Tensor) -> Tensor:
     """The rows [b, s, c, t, v] at `reads [b, s, c, t]` of tables that nothing is written to."""
-    b, c, r, v = tables.shape
-    base = torch.arange(b * c, device=tables.device).view(b, 1, c, 1) * r
-    return tables.reshape(-1, v)[reads + base]
+    return tables.reshape(-1, tables.shape[-1])[_flat(reads, tables)]
+
+
+def _flat(rows: Tensor, tables: Tensor) -> Tensor:
+    """Rows [b, s, c, t] as rows of all lanes' tables laid one behind the other."""
+    b, c, r, _ = tables.shape
+    return rows + torch.arange(b * c, device=tables.device).view(b, 1, c, 1) * r
 
 
 class VerbatimRead(nn.Module):

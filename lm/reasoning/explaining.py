@@ -55,6 +55,7 @@ def explain(model: PMI, tokenizer: Tokenizer, text: str, at: int | None, segment
         named[level] = [
             {"text": spans[i][2], "token": spans[i][0] - 1, "back": at - (spans[i][0] - 1), "share": histogram[level][i]}
             for i in order.tolist()
+            if histogram[level][i] > 0
         ]
     best = likely.topk(min(5, len(likely)))
     return {

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from lm import machine
-from lm.config import ModelConfig, RunConfig, load_model_config
+from lm.config import ModelConfig, RunConfig, load_model_config, with_defaults
 from lm.data.files import write_atomically
 from lm.data.lanes import Batch, Lanes, merge_states
 from lm.data.prepared import Prepared, open_prepared
@@ -225,6 +225,7 @@ class Trainer:
         for key, mine in self._identity().items():
             theirs = saved.manifest[key]
             if key == "model":
+                theirs = with_defaults(theirs)
                 names = [name for name in mine if mine[name] != theirs.get(name) and name != "dropout"]
                 differ += [f"model.{name}: the checkpoint has {theirs.get(name)!r}, this run {mine[name]!r}" for name in names]
             elif mine != theirs:
@@ -330,6 +331,6 @@ def load_weights(model: PMI, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _memory_square(states: list[State]) -> tuple[float, int]:
-    """Sum of squares and number of elements of all memories."""
-    levels = [x for state in states for x in tensors(state.remembered) if x.numel()]
+    """Sum of squares and number of elements of all memories; not of verbatim tables, which fill up but cannot grow."""
+    levels = [x for state in states for x in tensors(state.memories) if x.numel()]
     return sum(float(x.square().sum()) for x in levels), sum(x.numel() for x in levels)

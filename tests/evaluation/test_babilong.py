@@ -456,3 +456,10 @@ def test_ten_million_tokens_of_real_books_are_made_in_little_memory(real_data: P
 
 def test_lengths_are_in_thousands_and_millions() -> None:
     assert [parse_length(name) for name in ("0k", "77", "4k", "10M")] == [0, 77, 4_000, 10_000_000]
+
+
+@pytest.mark.parametrize("line", ["x Mary went home.", "2 Where is Mary? \thome", "2 Where is Mary? \thome\tone"])
+def test_a_line_of_a_babi_file_that_is_none_is_refused_by_number(tmp_path: Path, line: str) -> None:
+    (tmp_path / "qa1_test.txt").write_text(f"1 Mary went home.\n{line}\n")
+    with pytest.raises(UserError, match=r"qa1_test\.txt, line 2: .* is neither 'N fact' nor"):
+        read_questions(tmp_path, ["qa1"], "test")

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config import ModelConfig, VerbatimConfig, override
+from lm.config import ModelConfig, VerbatimConfig, load_model_config, override
 from lm.errors import UserError
 from lm.model import PMI, snapshot
-from lm.model.verbatim import Recital, VerbatimWrite, addresses, look_up, recite
+from lm.model.verbatim import Recital, VerbatimWrite, addresses, addresses_at, look_up, recite
 from lm.reasoning.config import load_reason_config
 from tests.model.variants import BASE, build
 
@@ -140,6 +140,41 @@ def test_wordings_are_told_apart_by_all_their_tokens_and_by_nothing_else() -> No
     assert not torch.equal(beyond[1, 0], double[2000])  # wordings end with their segment
 
 
+def test_ids_of_32_bits_and_those_in_the_middle_of_a_segment_have_the_same_wordings() -> None:
+    config = VerbatimConfig(contexts=[1, 2, 3], rows=1000, width=1)
+    tokens = torch.randint(0, 50_000, (3, 1, 12))
+    rows = addresses(tokens, config)
+    assert torch.equal(addresses(tokens.int(), config), rows)
+    offsets = torch.tensor([[0, 1, 2], [5, 6, 7], [9, 10, 11]])
+    found = addresses_at(tokens[:, 0], offsets, config)
+    assert torch.equal(found, rows.gather(-1, offsets[:, None, None].expand(-1, 1, 3, -1)))
+    model = build(["memory.verbatim={}"])
+    ids = torch.randint(0, 23, (1, 20))
+    with torch.no_grad():
+        assert torch.equal(model(ids, model.initial_state(1))[0], model(ids.int(), model.initial_state(1))[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{contexts: [2, 2]}", "names a length twice"),
+        ("{contexts: [2, 8]}", "must be shorter"),
+        ("{contexts: []}", "at least 1"),
+        ("5", "mapping"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused_with_what_is_allowed(value: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_model_config("tiny", ["segment=8", f"memory.verbatim={value}"])
+
+
+def test_tables_are_turned_off_as_memory_is() -> None:
+    for word in "off", "null":
+        memory = load_model_config("pg19-memory", [f"memory.verbatim={word}"]).memory
+        assert memory is not None
+        assert memory.verbatim is None
+
+
 def test_fewer_rows_than_ids_are_shared() -> None:
     rows = addresses(torch.arange(100)[None, None], VerbatimConfig(contexts=[1], rows=7, width=1))
     assert set(rows.flatten().tolist()) == set(range(7))
@@ -150,7 +185,9 @@ def test_a_model_without_tables_has_the_snapshots_it_had() -> None:
     parts = {}
     for changes in [], ["memory.verbatim={rows: 5, width: 3}"]:
         model = build(changes)
-        state = model.initial_state(1)
+        with torch.no_grad():
+            _, state = model(torch.arange(16)[None], model.initial_state(1))
+        assert state.verbatim.any() == bool(changes)
         parts[len(changes)] = set(snapshot.capture(model, state, 0).tensors)
         data = snapshot.dump(model, state, 0, IDENTITY)
         assert torch.equal(snapshot.load_snapshot(model, data, IDENTITY).verbatim, state.verbatim)

@@ -44,7 +44,7 @@ VALUES: dict[str, list[str]] = {
     "memory.delta.convolution": ["3", "1"],
     "memory.delta.top_k": ["null", "2"],
     "memory.delta.gates": ["soft", "hard"],
-    "memory.verbatim": ["null", "{}", "{contexts: [1, 2, 3], rows: 7, width: 5}"],
+    "memory.verbatim": ["null", "{}", "{contexts: [2, 4], rows: 7, width: 5}"],
     "window": ["8", "0", "5", "16", "20"],
     "segment": ["8", "6"],
     "heads": ["2", "1"],
