@@ -247,6 +247,8 @@ def report(args: argparse.Namespace) -> None:
             for found_ in gaps.values()
         )
         table.add_row(name, f"{size:,}", ", ".join(f"{x:.4f}" for x in values.values()), *shown)
+    if not rows:
+        sys.exit(f"{OUTCOMES / experiment(args)}: nothing is done yet")
     console.print(table)
     about = {"data": args.data.name, "split": args.split, "steps": args.steps, "rows": rows}
     save(f"memory_text_{args.data.name}_{args.steps}", about)

@@ -68,6 +68,8 @@ def _bars(axis: Any, title: str, series: dict[str, list[float] | None], top: flo
         shift = (i - (len(drawn) - 1) / 2) * width
         axis.bar([x + shift for x in range(len(values))], values, width, label=name, color=f"C{i}")
     axis.set_xlabel(unit, fontsize=8)
+    count = max(map(len, drawn.values()))
+    axis.set_xticks(range(0, count, -(-count // 16)))
     if top is not None:
         axis.set_ylim(0, top)
         axis.set_yticks([0, 0.5, 1])
