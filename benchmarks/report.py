@@ -135,7 +135,8 @@ def facts() -> list[str]:
     lines = ["| | parameters | steps | s | " + " | ".join(f"at {n}" for n in lengths) + " |", "|---" * (4 + len(lengths)) + "|"]
     for row in sorted(result["rows"], key=lambda row: (row["task"], ("on", "window", "rmt").index(row["contender"]))):
         asked = {x["length"]: f"{x['accuracy']:.3f} ({x['low']:.3f}-{x['high']:.3f}), {x['samples']}" for x in row["asked"]}
-        cells = [f"{row['task']}, {row['contender']}", f"{row['parameters']:,}", f"{row['steps']}", f"{row['seconds']:.0f}"]
+        name = f"{row['task']}, {row['contender']}" + (" (beside an earlier model)" if row.get("earlier") else "")
+        cells = [name, f"{row['parameters']:,}", f"{row['steps']}", f"{row['seconds']:.0f}"]
         lines.append("| " + " | ".join([*cells, *(asked.get(n, "") for n in lengths)]) + " |")
     for task in dict.fromkeys(row["task"] for row in result["rows"]):
         usual = (f"{share:.3f}" if (share := result["usual"].get(f"{task} at {n}")) is not None else "" for n in lengths)
@@ -158,7 +159,10 @@ def stability() -> list[str]:
         gaps = (f"{x - y:+.4f}" for x, y in zip(row["nats_per_token"], alone["nats_per_token"], strict=True))
         lines.append(f"| {row['reading']}: above that | " + " | ".join(gaps) + " |")
         lines.append(f"| {row['reading']}: memory's size | " + " | ".join(f"{x:.3f}" for x in row["memory_rms"]) + " |")
-        lines.append(f"| {row['reading']}: verbatim tables' size | " + " | ".join(f"{x:.3f}" for x in row["tables_rms"]) + " |")
+        if "tables_rms" in row:
+            lines.append(
+                f"| {row['reading']}: verbatim tables' size | " + " | ".join(f"{x:.3f}" for x in row["tables_rms"]) + " |"
+            )
     return [
         *lines,
         "",

@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measure import save
+from benchmarks.measure import RESULTS, save
 from lm import machine
 from lm.config import ModelConfig, OptimiserConfig, load_model_config
 from lm.data.files import write_atomically
@@ -327,7 +327,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def report(runs: Path) -> None:
-    """The table of what is done, and benchmarks/results/memory_babilong.json."""
+    """The table of what is done, and benchmarks/results/memory_babilong.json. What that has and `runs` has not stays in it,
+    marked where it was measured beside another model."""
     trained = [json.loads(path.read_text()) for path in sorted(runs.glob("*/about.json"))]
     if not trained:
         console.print(f"{runs}: nothing is done yet")
@@ -356,7 +357,13 @@ def report(runs: Path) -> None:
         "vocabulary": VOCABULARY, "rmt": {"segment": RMT_SEGMENT, "memory": RMT_MEMORY},
         "model": load_model_config("babilong").model_dump(mode="json"),
     }  # fmt: skip
-    save("memory_babilong", {"settings": settings, "usual": usual, "rows": trained})
+    path = RESULTS / "memory_babilong.json"
+    had = json.loads(path.read_text()) if path.is_file() else {"settings": settings, "usual": {}, "rows": []}
+    done = {(row["task"], row["contender"]) for row in trained}
+    kept = [row for row in had["rows"] if (row["task"], row["contender"]) not in done]
+    for row in kept:
+        row["earlier"] = row.get("earlier", False) or had["settings"] != settings
+    save("memory_babilong", {"settings": settings, "usual": had["usual"] | usual, "rows": [*trained, *kept]})
 
 
 if __name__ == "__main__":
