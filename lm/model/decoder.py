@@ -423,8 +423,11 @@ class PMI(nn.Module):
         `h` are the features of the first memory layer."""
         assert self.wordings is not None
         reads = addresses(ids, self.wordings)
+        everything = ids.numel() >= self.config.vocab_size
+        if everything:
+            embedded = self.embedding(torch.arange(self.config.vocab_size, device=self.device))
         with _float32(self.device):
-            return recite(tables, reads, self.verbatim(embedded, h, reads), starts)
+            return recite(tables, reads, self.verbatim(embedded, h, reads, ids if everything else None), starts)
 
     def _write_through(self, memory: Memory, features: list[Tensor]) -> Memory:
         """The one global memory, written from a segment's features [b, 1, t, d] by each memory layer in turn."""

@@ -90,18 +90,23 @@ class VerbatimWrite(nn.Module):
         self.value = nn.Linear(width, tables * config.width, bias=False)
         self.strength = nn.Linear(width, tables)
 
-    def forward(self, embedded: Tensor, h: Tensor, rows: Tensor) -> Entries:
+    def forward(self, embedded: Tensor, h: Tensor, rows: Tensor, ids: Tensor | None = None) -> Entries:
         """What whole segments write: tokens with the embedding `[b, s, t, d]`, the features `h [b, s, t, d]` and the addresses
-        `rows [b, s, c, t]`."""
-        x = F.layer_norm(exact(embedded)[:, :, 1:], embedded.shape[-1:])
-        values = Unit.apply(self.value(x).unflatten(-1, (rows.shape[2], -1))).transpose(2, 3) * math.sqrt(self.width)
+        `rows [b, s, c, t]`. With `ids [b, s, t]`, `embedded [vocabulary, d]` is that of all ids: where they are fewer than the
+        tokens, there is less to project."""
+        values = self.value(F.layer_norm(exact(embedded), embedded.shape[-1:])).unflatten(-1, (rows.shape[2], -1))
+        values = Unit.apply(values) * math.sqrt(self.width)
+        if ids is not None:
+            values = F.embedding(ids, values.flatten(1)).unflatten(-1, values.shape[1:])
+        values = values[:, :, 1:].transpose(2, 3)
         wish = self.strength(h[:, :, 1:]).mT[..., None]  # [b, s, c, t - 1, 1]
         kept = F.logsigmoid(-wish)  # log(1 - strength), of which nothing can become infinite
         rows = rows[..., :-1]
         same = rows[..., :, None] == rows[..., None, :]
-        later, together, kept = same.triu(1), same.to(kept.dtype), kept.mT
-        left = F.logsigmoid(wish) + (later * kept).sum(-1, keepdim=True)  # of each write, when the segment has ended
-        return Entries(rows, ~later.any(-1), (same * kept).sum(-1).exp(), together @ (left.exp() * values))
+        together = same.to(kept.dtype)
+        faded = together * kept.mT
+        left = F.logsigmoid(wish) + faded.triu(1).sum(-1, keepdim=True)  # of each write, when the segment has ended
+        return Entries(rows, ~same.triu(1).any(-1), faded.sum(-1).exp(), together @ (left.exp() * values))
 
 
 class Recital(torch.autograd.Function):
@@ -128,15 +133,16 @@ class Recital(torch.autograd.Function):
             before.append(flat[chosen[-1]])
             flat[chosen[-1]] = before[-1] * keep[:, s][own][:, None] + add[:, s][own]
         ctx.save_for_backward(reads, last, keep, starts, *before, *chosen)
-        ctx.anew = anew
+        ctx.anew, ctx.shape = anew, tables.shape
+        ctx.set_materialize_grads(False)  # the tables after a step are cut off: zeros for them would be the largest tensor here
         return torch.stack(found, 1), after
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, for_found: Tensor, for_after: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, for_found: Tensor | None, for_after: Tensor | None) -> tuple[Tensor | None, ...]:
         reads, last, keep, starts, *rest = ctx.saved_tensors
         before, chosen = rest[: len(reads)], rest[len(reads) :]
-        back = for_after.clone()
+        back = keep.new_zeros(ctx.shape) if for_after is None else for_after.clone()
         flat = back.view(-1, back.shape[-1])
         for_keep, for_add = torch.zeros_like(keep), keep.new_zeros(*keep.shape, back.shape[-1])
         for s in reversed(range(len(reads))):
@@ -144,7 +150,8 @@ class Recital(torch.autograd.Function):
             for_add[:, s][own] = late
             for_keep[:, s][own] = (late * before[s]).sum(-1)
             flat[chosen[s]] = late * keep[:, s][own][:, None]
-            flat.index_add_(0, reads[s].flatten(), for_found[:, s].flatten(0, -2))
+            if for_found is not None:
+                flat.index_add_(0, reads[s].flatten(), for_found[:, s].flatten(0, -2))
             if starts is not None and ctx.anew[s]:
                 back[starts[:, s]] = 0
         return back, None, None, None, for_keep, for_add, None

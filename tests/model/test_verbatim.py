@@ -61,7 +61,9 @@ def test_a_recital_equals_one_token_after_the_other(seed: int, segments: int, le
     reads = addresses(tokens, config)
     blank = torch.full((2, 3, rows, 4), 7.0, dtype=torch.float64)  # of an earlier document: nothing of it may be read
     h = torch.randn(2, segments, length, 6, dtype=torch.float64, requires_grad=True)
-    found, after = recite(blank, reads, write(embedding[tokens], h, reads), starts)
+    every = seed % 2  # by the token, or by the id
+    entries = write(embedding, h, reads, tokens) if every else write(embedding[tokens], h, reads)
+    found, after = recite(blank, reads, entries, starts)
     weights = torch.randn_like(found), torch.randn_like(after)
     parameters = [embedding, h, *write.parameters()]
     loss = (found * weights[0]).sum() + (after * weights[1]).sum()
