@@ -58,8 +58,8 @@ CONTENDERS: dict[str, list[str]] = {
 MODES = ("reset", "shuffled")
 PEERS = ("xl", "gpt2", "rwkv")
 ALL = (*CONTENDERS, *MODES, *PEERS)
-LEAST_TOKENS = 128
-"""Of a point in the picture: where only a document or two are so long, or at the very first tokens, a mean says little."""
+LEAST_TOKENS = 1_000
+"""Of a point in the picture: at the very first tokens a mean says little."""
 IDENTITY = "identity.json"
 OUTCOMES = RESULTS / "memory_text"
 console = Console()
