@@ -13,7 +13,7 @@ from lm.evaluation.corpus import InMemory, Item
 from lm.evaluation.stream import Open, StoppedError, Watch, evaluate
 from lm.evaluation.tally import Outcome
 from lm.evaluation.variants import Mode
-from lm.model import PMI
+from lm.model import PMI, State
 from lm.model.proofs import draw_zeros
 from lm.model.state import Remembered, map_tensors
 from tests.evaluation.conftest import make_model
@@ -45,6 +45,11 @@ def run(model: PMI, items: list[Item], mode: Mode = "on", **options: object) -> 
     return found
 
 
+def holding(state: State, memory: Remembered) -> State:
+    """A state with another memory, every level of it named here: not by the method that the evaluator uses."""
+    return state._replace(memories=memory.memories, verbatim=memory.verbatim)
+
+
 @torch.no_grad()
 def plainly(model: PMI, item: Item, donated: list[Remembered] | None = None, mode: Mode = "on") -> tuple[list[float], list]:
     """Nats of each token, read segment by segment in a lane alone; and the memory before each segment."""
@@ -53,9 +58,9 @@ def plainly(model: PMI, item: Item, donated: list[Remembered] | None = None, mod
     for first in range(0, item.length, T):
         cut = tokens[first : min(first + T, item.length) + 1]
         if mode == "reset":
-            state = state.remembering(model.initial_state(1).remembered)
+            state = holding(state, model.initial_state(1).remembered)
         if donated is not None:
-            state = state.remembering(donated[min(first // T, len(donated) - 1)])
+            state = holding(state, donated[min(first // T, len(donated) - 1)])
         memories.append(map_tensors(torch.clone, state.remembered))
         hidden, state = model(cut[None, :-1], state)
         nats += model.head.nll(hidden, cut[None, 1:])[0].tolist()
