@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lm.config import Schema, configs_folder, override, read_mapping, validate
+from lm.config_files import Schema, configs_folder, override, read_mapping, validate
 from lm.errors import UserError
 
 

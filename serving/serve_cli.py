@@ -257,7 +257,7 @@ def create(
     limit: Annotated[list[str], typer.Option(metavar="NAME=NUMBER", help="A limit of this tenant; may be repeated.")] = [],  # noqa: B006
 ) -> None:
     """Make a key and print it: it is shown this once, the file keeps only a hash."""
-    from lm.config import override, validate
+    from lm.config_files import override, validate
     from serving.auth import Keys as KeyFile
     from serving.config import Limits
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from lm.commands import run
-from lm.config import configs_folder
+from lm.config_files import configs_folder
 from serving.cli import app
 
 

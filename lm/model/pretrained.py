@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from lm.config import ModelConfig, read_mapping, validate
+from lm.config import ModelConfig
+from lm.config_files import read_mapping, validate
 from lm.data.tokenizer import Tokenizer, load_tokenizer
 from lm.errors import UserError
 from lm.model.decoder import PMI

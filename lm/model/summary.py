@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from lm.config import ModelConfig, configs_folder, load_model_config
+from lm.config import ModelConfig, load_model_config
+from lm.config_files import configs_folder
 from lm.model.decoder import PMI
 from lm.model.snapshot import sizes
 

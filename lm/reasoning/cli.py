@@ -151,7 +151,7 @@ def look(
     device: Device = "auto",
 ) -> None:
     """Draw what the inputs attend to in working and long-term memory, layer by layer."""
-    from lm.config import validate
+    from lm.config_files import validate
     from lm.model.pretrained import resolve_device
     from lm.reasoning import pictures
     from lm.reasoning.build import load_data

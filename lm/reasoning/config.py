@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from lm.config import MemoryConfig, Schema, configs_folder, override, read_mapping, validate
+from lm.config import MemoryConfig
+from lm.config_files import Schema, configs_folder, override, read_mapping, validate
 from lm.errors import collecting
 
 PRESETS = ("cpu", "paper")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lm.config import Schema, validate
+from lm.config_files import Schema, validate
 from lm.errors import UserError
 from lm.reasoning import paper
 from lm.reasoning.build import build

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lm.config import TrainingConfig, configs_folder, read_mapping
+from lm.config import TrainingConfig
+from lm.config_files import configs_folder, read_mapping
 from lm.errors import UserError
 from lm.training.objective import Objective
 from lm.training.optimiser import MOMENTS, GuardedAdamW

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lm import machine
-from lm.config import DemoConfig, load_config, load_model_config
+from lm.config import DemoConfig, load_model_config
+from lm.config_files import load_config
 from lm.data.lanes import Lanes
 from lm.data.prepare import Request, prepare
 from lm.data.prepared import Prepared, open_prepared

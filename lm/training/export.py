@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from lm.config import ModelConfig, validate
+from lm.config import ModelConfig
+from lm.config_files import validate
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import UserError
 from lm.model import PMI

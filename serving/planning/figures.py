@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from lm.config import Schema, read_mapping, validate
+from lm.config_files import Schema, read_mapping, validate
 from lm.data.files import write_atomically
 from lm.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from lm.config import configs_folder
+from lm.config_files import configs_folder
 from lm.errors import UserError
 from lm.evaluation.corpus import open_corpus
 from lm.evaluation.job import Job, Options

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config import ModelConfig, VerbatimConfig, load_model_config, override
+from lm.config import ModelConfig, VerbatimConfig, load_model_config
+from lm.config_files import override
 from lm.errors import UserError
 from lm.model import PMI, snapshot
 from lm.model.verbatim import Recital, VerbatimWrite, addresses, addresses_at, look_up, recite

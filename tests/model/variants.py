@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from allpairspy import AllPairs
 
-from lm.config import ModelConfig, override
+from lm.config import ModelConfig
+from lm.config_files import override
 from lm.model import PMI
 from lm.model.proofs import draw_zeros
 
